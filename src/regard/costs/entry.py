@@ -157,7 +157,9 @@ def _of_module(request: Request, inputs: tuple[Any, ...]) -> Cost:
     else:
         named = len(inputs) == 1 and isinstance(inputs[0], Mapping)
         given: tuple[tuple, dict] = ((), dict(inputs[0])) if named else (inputs, {})
-        module = model if isinstance(model, nn.Module) else _Function(model)
+        module: Any = model if isinstance(model, nn.Module) else nn.Module()
+        if module is not model:  # a function of tensors
+            module.forward, module.__name__ = model, _name(model)
         setting = Setting(module, given, None, request.dtype, training, request.device)
     _check_inputs(model, setting)
     main = run(setting)
@@ -189,14 +191,6 @@ def built(build: Callable) -> Any:
         raise
     except Exception as e:
         raise SpecError(f"{_name(build)}() fails on meta tensors: {type(e).__name__}: {e}") from e
-
-
-class _Function(nn.Module):
-    """A function of tensors as a module."""
-
-    def __init__(self, call: Callable):
-        super().__init__()
-        self.forward, self.__name__ = call, _name(call)
 
 
 def _tree(trace: Trace, module: nn.Module, name: str) -> Part:

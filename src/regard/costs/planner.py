@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SpecError
-from ..machine import Roofline, load_roofline
+from ..machine import load_roofline
 from ..pattern import Pattern
 from ..spec.base import require_positive
 from ..table import ShownAsTables, Table
@@ -202,7 +202,7 @@ class _Search:
 
     def runs(self, vary: str, option: Option, on: Card) -> Runs:
         """By batch, or by length in steps of 64 with a batch of 1."""
-        own, other = (H200, A100) if on.capability >= (9, 0) else (A100, H200)
+        own, other = (H200, A100) if on.gpu.capability >= (9, 0) else (A100, H200)
         for gpu in (own, other):
             runs = self.made.get((vary, option, gpu))
             if runs is not None and (gpu is own or not any(r.trace.by_card for r in runs.known.values())):
@@ -218,7 +218,9 @@ class _Search:
         peak = partial(runs.peak, gpu=on.gpu, ranks=self.ranks, expandable=True)
         batch, seconds, code = runs.largest(peak, int(SHARE * on.memory), MAX_BATCH), 0.0, ""
         if batch:
-            phases = time_of(runs.work(batch), _roofline(label, on)).phases
+            stored = load_roofline()
+            measured = stored is not None and label in stored.machine.lower()
+            phases = time_of(runs.work(batch), stored if stored and measured else on.roofline(label)).phases
             seconds = phases["decode"] if option.cached else sum(phases.values())
             code = code_of(self.subject, self.name, self.n, batch, option, self.ranks)
         used = peak(max(batch, 1))
@@ -235,11 +237,6 @@ class _Search:
             runs.at(steps)
         peak = partial(runs.peak, gpu=on.gpu, ranks=self.ranks, expandable=True)
         return STEP_N * runs.largest(peak, int(SHARE * on.memory), limit, check=True) or None
-
-
-def _roofline(label: str, on: Card) -> Roofline:
-    stored = load_roofline()
-    return stored if stored is not None and label in stored.machine.lower() else on.roofline(label)
 
 
 def code_of(subject: Subject, name: str, n: int, batch: int, option: Option, ranks: int = 1) -> str:

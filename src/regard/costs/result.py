@@ -193,7 +193,7 @@ class Cost(ShownAsTables):
         """The kind of work with the most FLOPs, and why; None if there are no matrix products."""
         kinds: dict[str, Amounts] = {}
         for path, amounts in self.tree.terms():
-            kind = _module_of(path) if self.request is None else _kind_of(path)
+            kind = _kind_of(path, traced=self.request is None)
             kinds[kind] = kinds.get(kind, Amounts()) + amounts
         if not self.total.executed_flops:
             return None
@@ -271,20 +271,16 @@ def _with_biases(spec: Any, biases: str) -> Any:
     return replace(spec, **{k: _with_biases(s, biases) for k, s in inside.items() if isinstance(s, Spec)})
 
 
-def _kind_of(path: str) -> str:
-    """The kind of work of a term of a declaration."""
-    last = path.rpartition("/")[2]
+def _kind_of(path: str, traced: bool) -> str:
+    """The kind of work of a term; of a traced module, where it is not attention, its path with layers merged."""
+    inside, _, last = path.rpartition("/")
+    if traced:
+        return "core" if "attention" in last else merged(inside) or last
     if "feed_forward/" in path:
         return "feed-forward"
     if "head/" in path or last in ("head", "logits"):
         return "head"
     return "core" if last in CORE else "projections" if last in PROJECTIONS else "rest"
-
-
-def _module_of(path: str) -> str:
-    """For a traced module: the attention core, or the module of a term, with layers merged (`layers.*.linear1`)."""
-    inside, _, last = path.rpartition("/")
-    return "core" if "attention" in last else merged(inside) or last
 
 
 def _why(part: str, kinds: dict[str, Amounts]) -> str:

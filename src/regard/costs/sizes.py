@@ -120,20 +120,15 @@ class Scope:
         """A number of pairs; as a formula a closed form, where one is known and evaluates to exactly this number."""
         if self.symbols is None:
             return value
-        closed = _closed_form(pattern, self.n, self.m)
-        if closed is not None and self.symbols.sympy.sympify(closed).subs(self.symbols.values) == value:
-            return self.symbols.sympy.sympify(closed)
-        return self.n * self.m if value == self.queries * self.keys else self.size(name, value)
-
-
-def _closed_form(pattern: Pattern, n: Amount, m: Amount) -> Amount | None:
-    """The number of allowed pairs, for n = m no shorter than the window."""
-    match pattern:
-        case full():
-            return n * m
-        case causal():
-            return n * (n + 1) / 2
-        case window(before, after):
-            b, a = before, before if after is None else after
-            return (n * (2 * (b + a + 1)) - b * (b + 1) - a * (a + 1)) / 2
-    return None
+        n, closed = self.n, None
+        match pattern:
+            case full():
+                closed = n * self.m
+            case causal():  # for n = m, as the next one
+                closed = n * (n + 1) / 2
+            case window(b, after):
+                a = b if after is None else after
+                closed = (n * (2 * (b + a + 1)) - b * (b + 1) - a * (a + 1)) / 2
+        if closed is not None and closed.subs(self.symbols.values) == value:
+            return closed
+        return n * self.m if value == self.queries * self.keys else self.size(name, value)

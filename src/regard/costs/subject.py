@@ -240,12 +240,8 @@ def is_config(model: Any) -> bool:
 
 def build(config: Any) -> nn.Module:
     """The model of a configuration on meta tensors, of the architecture that it names if any."""
-    try:
-        import transformers
-    except ModuleNotFoundError as missing:
-        raise SpecError(
-            "a Hugging Face configuration needs transformers: pip install 'regard[huggingface]'"
-        ) from missing
+    import transformers  # which made the configuration
+
     name = (getattr(config, "architectures", None) or [None])[0]
     kind = getattr(transformers, name, None) if name else None
     if name and kind is None:

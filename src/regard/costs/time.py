@@ -97,7 +97,11 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
         at_host += waits * roofline.host_s
         host[w.phase] = host.get(w.phase, 0.0) + waits * roofline.host_s
         if w.kind not in ("view", "module"):
-            compute = _slower(w, roofline) * w.flops / roofline.rate(w.dtype)
+            # Products of attention and of our kernels take longer than at the best rate; on a CPU all are alike.
+            slower = (
+                {"attention": ATTENTION, "own": OWN.get(w.dtype, OWN["float32"])} if roofline.host_s else {}
+            )
+            compute = slower.get(w.kind, PRODUCT) * w.flops / roofline.rate(w.dtype)
             memory = MOVE * w.bytes / roofline.bytes_per_s
             seconds = LAUNCH * roofline.kernel_s + max(compute, memory)
             at_device = max(at_device, at_host) + seconds
@@ -114,13 +118,6 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
     starts = [0.0, *ends.values()]
     phases = {phase: end - start for (phase, end), start in zip(ends.items(), starts)}
     return Estimate(roofline.machine, phases, device, host, tuple(sorted(timed, key=lambda p: -p.seconds)))
-
-
-def _slower(w: Work, roofline: Roofline) -> float:
-    """How many times longer than at the best rate of products those of a kernel take; on a CPU all are alike."""
-    if not roofline.host_s or w.kind == "operation":
-        return PRODUCT
-    return ATTENTION if w.kind == "attention" else OWN.get(w.dtype, OWN["float32"])
 
 
 def measure_time(request: Request) -> float:

@@ -10,11 +10,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ... import spec
 from ...errors import ShapeError, SpecError
-from ..sizes import Request, Symbols
+from ..sizes import Request, Scope, Symbols
 from ..trace.nested import tensors_in
 from ..trace.tracer import merged
-from . import attention
 from .allocator import Usage, readable
 from .runs import TABLES, Run, Setting, generates, run
 
@@ -132,7 +132,7 @@ class Memory:
 
     def __init__(self, setting: Setting, request: Request | None = None, main: Run | None = None):
         self.setting, self.trains = setting, setting.training is not None
-        self._declared = request if request and attention.attention_of(request.spec) is not None else None
+        self._declared = request if request and attention_of(request.spec) is not None else None
         if main is not None:
             self.main = main
 
@@ -146,25 +146,16 @@ class Memory:
         return self.main.usage()
 
     @cached_property
-    def _generation(self) -> Run | str:
-        """A prompt and one more token with a cache; or why there is none."""
+    def _generation(self) -> tuple[Run | None, str]:
+        """A prompt and one more token with a cache; or None, and why there is none."""
         setting = replace(self.setting.inference, cached=True)
         long = any(x.dim() > 1 and x.shape[1] > 1 for x in tensors_in(setting.given))
         if not long or not generates(setting.module):
-            return NO_CACHE
+            return None, NO_CACHE
         try:
-            return run(setting)
+            return run(setting), ""
         except ShapeError as e:  # the rest of the report does not depend on it
-            return f"not known: {str(e).partition('; still known')[0]}"
-
-    @property
-    def generation(self) -> Run | None:
-        return self._generation if isinstance(self._generation, Run) else None
-
-    @property
-    def without_cache(self) -> str:
-        """Why there are no peaks of a prompt and of a token; empty if there are."""
-        return self._generation if isinstance(self._generation, str) else ""
+            return None, f"not known: {str(e).partition('; still known')[0]}"
 
     @cached_property
     def _generated(self) -> dict[str, int]:
@@ -179,23 +170,23 @@ class Memory:
     def one_attention(self) -> int:
         """Of a declaration by formula: q, k, v, weights and outputs of one attention layer, for one batch row."""
         declared = self._declared
-        return 0 if declared is None else attention.one_attention(declared) * declared.dtype.itemsize
+        return 0 if declared is None else one_attention(declared) * declared.dtype.itemsize
 
     @property
     def kv_cache(self) -> int | None:
         """Keys and values of all layers for the whole batch: by formula of a declaration, else as traced."""
         if self._declared is not None:
-            return attention.kv_cache(self._declared)
+            return kv_cache(self._declared)
         return None if self.generation is None else self.generation.bytes("key/value cache")
 
     @property
     def saved_by_method(self) -> dict[str, int]:
         """Of a declaration by formula: saved by attention cores in a training step, for each kind of kernel."""
-        return attention.saved_by_cores(self._declared) if self.trains and self._declared else {}
+        return saved_by_cores(self._declared) if self.trains and self._declared else {}
 
     def formulas(self) -> dict[str, Any]:
         """The same as sympy expressions."""
-        return attention.saved_by_cores(self._declared, Symbols()) if self._declared else {}
+        return saved_by_cores(self._declared, Symbols()) if self._declared else {}
 
     @cached_property
     def saved(self) -> dict[str, int]:
@@ -205,6 +196,8 @@ class Memory:
             saved[merged(records[k].path)] += records[k].bytes
         return dict(saved.most_common())
 
+    generation = _number("the run of a prompt and one more token; None without", lambda m: m._generation[0])
+    without_cache = _number("why there is no such run; empty if there is", lambda m: m._generation[1])
     weights = _number("", lambda m: sum(p.nbytes for p in m.main.module.parameters()))
     gradients = _number("", lambda m: m.main.bytes("gradients"))
     optimizer_state = _number("", lambda m: m.main.bytes("optimizer state"))
@@ -278,3 +271,55 @@ class Memory:
     def __repr__(self) -> str:
         name = "training_peak" if self.trains else "inference_peak"
         return f"Memory(weights={self.weights:,}, {name}={self.usage.peak:,})"
+
+
+# -- a declared attention by formula --------------------------------------------------------------------------------
+
+
+def _last_block(declared: Any) -> tuple[Any, int]:
+    """The block of a model's (last) stack, and how many there are; for what is no stack, itself."""
+    stack = getattr(declared, "decoder", getattr(declared, "encoder", declared))
+    return getattr(stack, "block", stack), getattr(stack, "layers", 1)
+
+
+def attention_of(declared: Any) -> Any:
+    """The self-attention of a model's (last) stack; None if it has none."""
+    block, _ = _last_block(declared)
+    inner = getattr(block, "attention", block)
+    return inner if isinstance(inner, spec.Attention) else None
+
+
+def _scope(request: Request, symbols: Symbols | None = None) -> Scope:
+    alone = attention_of(request.spec) is request.spec
+    return Scope(request, symbols, request.n, request.m if alone else request.n)
+
+
+def one_attention(request: Request) -> int:
+    """Values of one attention layer for one batch row: q, k, v, the weights, the outputs of the heads."""
+    s, n, m = attention_of(request.spec).sizes, request.n, _scope(request).m
+    return s.heads * n * s.d_k + s.kv_heads * m * (s.d_k + s.d_v) + s.heads * n * m + s.heads * n * s.d_v
+
+
+def kv_cache(request: Request) -> int:
+    """Bytes of keys and values of every layer for n positions; with cross-attention also those of the context."""
+    block, layers = _last_block(request.spec)
+    read = [(attention_of(request.spec).sizes, _scope(request).m)]
+    if getattr(block, "cross", None) is not None:
+        read.append((block.cross.sizes, request.m))
+    values = sum(s.kv_heads * length * (s.d_k + s.d_v) for s, length in read)
+    return values * layers * request.batch * request.dtype.itemsize
+
+
+def saved_by_cores(request: Request, symbols: Symbols | None = None) -> dict[str, Any]:
+    """Bytes that the self-attention cores of the (last) stack save for the backward pass, as numbers or formulas.
+
+    q, k and v, and the weights, or, where a kernel does not store them, the output and a log-sum-exp.
+    """
+    scope, (_, layers) = _scope(request, symbols), _last_block(request.spec)
+    s, n, m, size = scope.sizes(attention_of(request.spec)), scope.n, scope.m, scope.itemsize
+    count = scope.b * (scope.size("layers", layers) if layers > 1 else 1)
+    projected = s.heads * n * s.d_k + s.kv_heads * m * (s.d_k + s.d_v)
+    stored = count * size * (projected + s.heads * n * m)
+    streamed = count * (size * (projected + s.heads * n * s.d_v) + max(size, 4) * s.heads * n)
+    kinds = {"weights stored": stored, "weights streamed": streamed}
+    return kinds if symbols is None else {kind: formula.expand() for kind, formula in kinds.items()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import compat
 from ...compat import without_function_modes
+from ...pattern import causal
 from ..tree import Amounts, Pairs
 from . import autocast
 
@@ -91,14 +92,13 @@ class Call(NamedTuple):
         return Pairs(path, mask, needed // heads, computed // heads, full, "fused")
 
 
-def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, causal: bool) -> CallPairs:
+def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, is_causal: bool) -> CallPairs:
     """`real`: the values of the mask if they are known. In a bool mask True is allowed; in a float mask −∞ is not."""
     heads, n, m = q.shape[:-2].numel(), q.shape[-2], k.shape[-2]
     full = heads * n * m
-    if causal:  # aligned to the first key: query i may attend to keys 0 … i
-        square = min(n, m)
-        one = square * (square + 1) // 2 + max(0, n - m) * m
-        return CallPairs(heads * one, heads * one, "causal")
+    if is_causal:  # aligned to the first key: query i may attend to keys 0 … i
+        pairs = heads * causal().count(n, m, 0)
+        return CallPairs(pairs, pairs, "causal")
     if mask is None:
         return CallPairs(full, full, "none")
     if real is None:

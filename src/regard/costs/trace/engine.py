@@ -28,8 +28,6 @@ from . import attention
 from .kernels import by_one_launch
 from .nested import tensors_in
 
-NAME = "sparse_attention"
-
 
 @contextmanager
 def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
@@ -114,7 +112,7 @@ def _counted(trace: Any, prepared: Prepared, call: Call) -> Outputs:
     needed = call.pattern.count(call.n, call.m, offset)
     pairs = attention.CallPairs(heads * needed, heads * prepared.computed, repr(call.pattern))
     whole = attention.Call(call.q, call.k, call.v, None, call.dropout_p, False, pairs)
-    return attention.counted(trace, NAME, whole, lambda: prepared(call))
+    return attention.counted(trace, "sparse_attention", whole, lambda: prepared(call))
 
 
 def _sparse(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:

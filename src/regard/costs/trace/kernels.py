@@ -141,12 +141,6 @@ def _sparse_flops(
     return 2 * q.shape[:-2].numel() * pairs * (q.shape[-1] + v.shape[-1])
 
 
-def _sparse_backward_flops(grads: Any, saved: Any, *options: Any) -> int:
-    """Two products for each of the forward pass; the scores that are computed again are not counted."""
-    q, k, v = saved[:3]
-    return 2 * _sparse_flops(q, k, v, saved[5:], *options[:3])
-
-
 def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, sizes: Any, factors: Any) -> int:
     """Attention of a short sequence, with queries, keys and values side by side."""
     (b, n), m = x.shape[:2], (x if context is None else context).shape[1]
@@ -154,9 +148,12 @@ def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, sizes
     return 2 * b * heads * (n * (n + 1) // 2 if is_causal else n * m) * (d_k + d_v)
 
 
+# The backward pass: two products for each of the forward pass; scores that are computed again are not counted.
 OWN: dict[str, Callable[..., int]] = {
     "sparse_attention": _sparse_flops,
-    "sparse_attention_backward": _sparse_backward_flops,
+    "sparse_attention_backward": lambda _, s, *o: (
+        2 * _sparse_flops(s[0], s[1], s[2], s[5:], o[0], o[1], o[2])
+    ),
     "fused_qkv": _fused_qkv,
     "fused_qkv_backward": lambda grad, *args: 2 * _fused_qkv(*args),
 }
