@@ -25,7 +25,7 @@ parse = lru_cache(maxsize=None)(ast.parse)  # each file is read by several rules
 # A module may import modules of earlier groups; modules of one group do not import one another.
 ORDER = [
     {"errors"},
-    {"compat", "value", "files", "machine", "table"},
+    {"compat", "value", "files", "machine", "nested", "table"},
     {"progression"},
     {"pattern", "position", "schedule"},
     {"spec"},

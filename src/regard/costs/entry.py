@@ -14,6 +14,7 @@ from .. import spec as specs
 from ..compat import CAN_DISPATCH
 from ..engine.backends import BACKENDS
 from ..errors import RegardError, ShapeError, SpecError, nearest
+from ..nested import tensors_in
 from ..spec import Spec, preset
 from ..spec.base import require_positive
 from .flops.models import build_tree
@@ -23,7 +24,6 @@ from .memory.step import training_of
 from .result import Cost
 from .sizes import Request
 from .subject import Subject, build, is_config
-from .trace.nested import tensors_in
 from .trace.tracer import Trace
 from .tree import Amounts, Part
 

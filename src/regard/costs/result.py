@@ -1,5 +1,6 @@
-"""The cost of a model as a value, and conclusions from it: savings, the bottleneck, orders of products."""
+"""The cost of a model as a value, conclusions from it (savings, the bottleneck, orders of products), its table."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -11,12 +12,16 @@ from ..position import quadratic
 from ..spec import Attention, FeedForward, Spec
 from ..spec.attention import BIASES
 from ..table import ShownAsTables, Table
-from . import tables
 from .flops.models import build_tree
+from .memory.allocator import readable
 from .sizes import Symbols
 from .trace.tracer import merged
 from .tree import Amount, Amounts, Pairs, Part
 
+CONVENTION = (
+    "a multiply-add is 2 FLOPs; FLOPs are those of matrix products; "
+    "a softmax over m entries is 5m − 2 elementwise FLOPs"
+)
 CORE = ("scores", "mixing")
 PROJECTIONS = ("q", "k", "v", "output", "w_q", "w_k")
 
@@ -156,8 +161,24 @@ class Cost(ShownAsTables):
 
     @property
     def latex(self) -> str:
-        """A LaTeX array of formulas, term by term: parameters, FLOPs, elementwise FLOPs."""
-        return tables.latex(self.symbolic)
+        """A LaTeX array of formulas, term by term, and their sums: parameters, FLOPs, elementwise FLOPs."""
+        tree = self.symbolic  # which names the extra if sympy is missing
+        import sympy
+
+        def as_latex(formula: Any) -> str:
+            formula = sympy.sympify(formula)
+            long = [s for s in formula.free_symbols if len(s.name) > 2 and "_" not in s.name]
+            return sympy.latex(formula, symbol_names={s: r"\mathrm{" + s.name + "}" for s in long})
+
+        def line(name: str, a: Amounts) -> str:
+            label = name.replace("_", r"\_")
+            cells = " & ".join(map(as_latex, (a.parameters, a.flops, a.elementwise_flops)))
+            return rf"\text{{{label}}} & {cells} \\"
+
+        head = r"\text{term} & \text{parameters} & \text{FLOPs} & \text{elementwise FLOPs} \\ \hline"
+        lines = [line(path, amounts) for path, amounts in tree.terms()]
+        lines += [r"\hline", line("total", tree.total.map(sympy.expand))]
+        return "\n".join([r"\begin{array}{l|r|r|r}", head, *lines, r"\end{array}"])
 
     @cached_property
     def biases(self) -> dict[str, int] | None:
@@ -230,7 +251,7 @@ class Cost(ShownAsTables):
         return {
             "name": self.name,
             "sizes": {k: v if isinstance(v, int | float | str) else str(v) for k, v in self.sizes.items()},
-            "convention": tables.CONVENTION,
+            "convention": CONVENTION,
             "total": self.total.plain(),
             "biases": self.biases,
             "pairs": [p.plain() for p in self.pairs],
@@ -241,15 +262,111 @@ class Cost(ShownAsTables):
             "tree": self.tree.plain(),
         }
 
-    def table(self, depth: int | None = None) -> Table:
-        """The table to this depth of the tree: `.text()`, `.rich()`, `.html()`."""
-        return tables.table(self, depth)
-
     def tables(self) -> list[Table]:
         return [self.table()]
 
+    def table(self, depth: int | None = None) -> Table:
+        """The tree to this depth, in amounts of the whole model; the last number is the share of the FLOPs.
+
+        `.text()`, `.rich()` and `.html()` show it.
+        """
+        total, train, traced, lines = self.total, self.sizes.get("train"), self.request is None, []
+        wanted = {
+            "parameters": True,
+            "flops": True,
+            "executed_flops": total.executed_flops != total.flops,
+            "backward_flops": train,
+            "executed_backward_flops": train and total.executed_backward_flops != total.backward_flops,
+            "elementwise_flops": total.elementwise_flops,
+        }
+        columns = [name for name in wanted if wanted[name]]
+        for path, part, times in self.tree.nodes():
+            # The operations of a traced module are left out, but for attention: they would double the table.
+            at, term = path.count("/") + 1 if path else 0, not part.parts and not part.own.parameters
+            operation = traced and path and term and "attention" not in part.name
+            if operation or (depth is not None and at > depth):
+                continue
+            amounts = part.total * times
+            numbers = (getattr(amounts, name) for name in columns)
+            cells = ("" if x == 0 else f"{x:,}" if isinstance(x, int) else str(x) for x in numbers)
+            share = f"{amounts.flops / total.flops:.1%}" if total.flops and amounts.flops else ""
+            name = part.name if part.times == 1 else f"{part.name} × {part.times}"
+            lines.append(("  " * at + name, *cells, share, f"({part.note})" if part.note else ""))
+        headings = (c.removesuffix("_flops").replace("flops", "FLOPs").replace("_", " ") for c in columns)
+        sizes = ", ".join(k if v is True else f"{k} = {v}" for k, v in self.sizes.items() if v is not False)
+        name = self.name if len(self.name) <= 100 else self.name[:97] + "…"
+        above = f"{name}\n{sizes}" + (f"\n{self._summary()}" if self.sizes else "")
+        return Table(above, ("", *headings, "share", ""), lines, tuple(self._remarks()))
+
+    def _summary(self) -> str:
+        """Parameters, FLOPs and peak memory, in one line."""
+        words = [f"{short(self.parameters)} parameters", f"{short(self.flops)}FLOP"]
+        if self.sizes.get("train"):
+            words[-1] += f" forward, {short(self.total.backward_flops)}FLOP backward"
+        if self._shows_memory:
+            peak, kind = self.memory.usage.peak, "training" if self.memory.trains else "inference"
+            words.append(f"{kind} peak {readable(peak)} (weights {readable(self.memory.weights)})")
+        return ", ".join(words)
+
+    @property
+    def _shows_memory(self) -> bool:
+        """Whether memory was computed or a training step was requested: a trace takes longer than the formulas."""
+        wanted = self.sizes.get("train") or "memory" in vars(self) or self.request is None
+        return bool(wanted) and self.memory is not None
+
+    def _remarks(self) -> list[str]:
+        """The lines below the table: biases, pairs, savings, orders of products, bottleneck, memory, convention."""
+        lines, counts = [], self.biases or {}
+        if len(set(counts.values())) > 1:
+            lines.append(
+                f"parameters: {counts['none']:,} without biases, {counts['output']:,} with output biases only, "
+                f"{counts['all']:,} with all biases"
+            )
+        attentions = Counter(  # equal attentions of several layers are one line
+            f"pairs in {merged(p.path)}: {p.pattern} allows {p.needed:,} of {p.full:,}; "
+            f"backend {p.backend} computes {p.computed:,} ({p.waste:.2f} × needed)"
+            for p in self.pairs
+        )
+        lines += [line if times == 1 else f"{line}, {times} times" for line, times in attentions.items()]
+        if self.saving is not None and self.saving.core:
+            lines.append(str(self.saving))
+        if (orders := self.score_orders) is not None:
+            lines.append(
+                f"FLOPs of all scores: {orders.projected:,} if each vector is projected once; {orders.merged_qk:,} "
+                f"with W_q W_kᵀ merged; {orders.naive:,} if each pair projects its vectors"
+            )
+        if (relative := self.position_orders) is not None:
+            lines.append(
+                f"FLOPs of position scores: {relative.per_pair:,} if computed for each pair; "
+                f"{relative.per_offset:,} for each of {relative.offsets:,} distinct offsets"
+            )
+        if (bottleneck := self.bottleneck) is not None:
+            lines.append(str(bottleneck))
+        if self._shows_memory:
+            width = max(len(name) for name, _ in self.memory.rows())
+            for name, size in self.memory.rows():
+                text = size if isinstance(size, str) else f"{size:>18,} bytes  {readable(size):>12}"
+                lines.append(f"memory  {name:<{width}}  {text}")
+            lines.append(self.explain_peak())
+        elif self.request is not None:
+            lines.append("memory  peaks are computed on request: cost.memory")
+        lines += [f"not counted: {name}" for name in self.uncounted]
+        return [*lines, *(f"assumed: {note}" for note in self.notes), CONVENTION]
+
     def __repr__(self) -> str:
-        return f"<Cost of {self.name[:60]}: {tables.summary(self)}>"
+        return f"<Cost of {self.name[:60]}: {self._summary()}>"
+
+
+def short(amount: Any) -> str:
+    """A number with three digits and a prefix.
+
+    >>> short(124_439_808), short(950)
+    ('124 M', '950')
+    """
+    for unit, name in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if amount >= unit:
+            return f"{amount / unit:.3g} {name}"
+    return f"{amount}"
 
 
 def core_of(tree: Part) -> Amounts:

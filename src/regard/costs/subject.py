@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..errors import SpecError
+from ..nested import map_leaves
 from ..nn.example_inputs import example_inputs, example_targets
 from ..spec.base import require_known, require_positive
 from .memory.runs import Run, Setting, prompt, run
 from .memory.step import Optimizer, TrainingStep, autocast_region, loss_of, prepare, training_of
 from .sizes import Request, Size
 from .trace.attention import H200, Gpu
-from .trace.nested import map_leaves
 from .trace.tracer import Work
 
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "MTModel")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from ... import spec
 from ...errors import ShapeError, SpecError
+from ...nested import tensors_in
 from ..sizes import Request, Scope, Symbols
-from ..trace.nested import tensors_in
 from ..trace.tracer import merged
 from .allocator import Usage, readable
 from .runs import TABLES, Run, Setting, generates, run
@@ -119,7 +119,7 @@ def peak_of(run: Run, usage: Usage) -> Peak:
 
 
 def _number(what: str, read: Callable[["Memory"], Any]) -> Any:
-    """A number of bytes that is computed when it is read, with its description."""
+    """A property of Memory, in bytes unless stated: what it is, and how it is read. None where a model has none."""
     return property(read, doc=what)
 
 
@@ -196,20 +196,17 @@ class Memory:
             saved[merged(records[k].path)] += records[k].bytes
         return dict(saved.most_common())
 
-    generation = _number("the run of a prompt and one more token; None without", lambda m: m._generation[0])
+    generation = _number("the run of a prompt and one more token, or None", lambda m: m._generation[0])
     without_cache = _number("why there is no such run; empty if there is", lambda m: m._generation[1])
-    weights = _number("", lambda m: sum(p.nbytes for p in m.main.module.parameters()))
-    gradients = _number("", lambda m: m.main.bytes("gradients"))
-    optimizer_state = _number("", lambda m: m.main.bytes("optimizer state"))
-    master_weights = _number("float32 copies of weights", lambda m: m.main.bytes("master weights"))
-    workspace = _number("of cuBLAS", lambda m: sum(m.main.workspaces))
+    weights = _number("all parameters", lambda m: sum(p.nbytes for p in m.main.module.parameters()))
+    gradients = _number("of trained parameters", lambda m: m.main.bytes("gradients"))
+    optimizer_state = _number("after the first step", lambda m: m.main.bytes("optimizer state"))
+    master_weights = _number("float32 copies of 16-bit weights", lambda m: m.main.bytes("master weights"))
+    workspace = _number("buffers of cuBLAS", lambda m: sum(m.main.workspaces))
     saved_total = _number("saved for the backward pass", lambda m: sum(m.saved.values()))
-    between_steps = _number("", lambda m: sum(map(m.main.bytes, BETWEEN_STEPS)) + m.workspace)
-    training_peak = _number("None without a training step", lambda m: m.usage.peak if m.trains else None)
-    prefill_peak = _number(
-        "of a prompt of n − 1 tokens that fills a cache; None without one",
-        lambda m: m._generated.get("prefill"),
-    )
+    between_steps = _number("what stays", lambda m: sum(map(m.main.bytes, BETWEEN_STEPS)) + m.workspace)
+    training_peak = _number("of a step; None without one", lambda m: m.usage.peak if m.trains else None)
+    prefill_peak = _number("of a prompt of n − 1 tokens with a cache", lambda m: m._generated.get("prefill"))
     decode_peak = _number("of the next token with that cache", lambda m: m._generated.get("decode"))
     reserved = _number("taken from the device, with the gaps of the allocator", lambda m: m.usage.reserved)
     peak_part = _number("the phase in which the peak occurs", lambda m: m.peak.phase)

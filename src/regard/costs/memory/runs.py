@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ...compat import run_backward
 from ...errors import RegardError, ShapeError, SpecError
 from ...generation.steps import StackSteps
+from ...nested import map_leaves
 from ...nn.embedding import LanguageHead
 from ...nn.stack import EncoderDecoder, Stack
 from ...pattern import causal
 from ...spec.base import require_known, require_positive
 from ..trace.attention import H200, Gpu
-from ..trace.nested import map_leaves
 from ..trace.tracer import DataDependent, Trace, tracing
 from .allocator import Caching, Events, Usage, readable, replay, rounded, summed
 from .step import Optimizer, TrainingStep, autocast_region, loss_of, prepare
@@ -171,7 +171,7 @@ def _run(setting: Setting) -> Run:
     for name, x in (*twin.named_parameters(), *twin.named_buffers()):
         result.own(name, x, "weights")
     result.mark(meter.alive.values(), "inputs")
-    with tracing(trace), trace.modules_of(twin), torch.set_grad_enabled(training is not None):
+    with tracing(trace, twin), torch.set_grad_enabled(training is not None):
         result.begin = len(meter.events)
         if training is not None:
             _train(result, args, kwargs, targets, training)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ...compat import without_function_modes
 from ...errors import ShapeError, SpecError
+from ...nested import tensors_in
 from ...nn.stack import Stack
 from ...spec.base import require_known, require_positive
-from ..trace.nested import tensors_in
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
 IMPLEMENTATIONS = ("auto", "for_loop", "foreach", "fused")

@@ -29,6 +29,7 @@ class Gpu(NamedTuple):
 
 
 H200, A100 = Gpu(), Gpu((8, 0), 108)
+CallPairs = tuple[int, int, str]  # `needed`, `computed` and `masked_by` of a Call
 
 
 class Need(NamedTuple):
@@ -41,14 +42,6 @@ class Need(NamedTuple):
         return self.formula(*self.sizes, gpu)
 
 
-class CallPairs(NamedTuple):
-    """The pairs of one call over all heads and batch rows: allowed by its mask, and computed by its kernel."""
-
-    needed: int
-    computed: int
-    mask: str
-
-
 class Call(NamedTuple):
     """One fused attention call: what PyTorch chooses a kernel by, and its pairs."""
 
@@ -58,7 +51,9 @@ class Call(NamedTuple):
     mask: Tensor | None
     dropout_p: float
     is_causal: bool
-    pairs: CallPairs
+    needed: int  # pairs over all heads and batch rows that the mask allows
+    computed: int  # pairs that the kernel computes
+    masked_by: str
     broadcast: bool = False  # heads or batch rows of keys are broadcast, which no fused kernel does
 
     @property
@@ -74,22 +69,21 @@ class Call(NamedTuple):
         """Two products: 2 d_k per score, 2 d_v per weighted value."""
         heads, n, both = self.q.shape[:-2].numel(), self.q.shape[-2], sum(self.widths)
         return Amounts(
-            flops=2 * both * self.pairs.needed,
-            elementwise_flops=6 * self.pairs.needed - 2 * heads * n,  # scale 1, softmax 5m − 2 per row
-            executed_flops=2 * both * self.pairs.computed,
+            flops=2 * both * self.needed,
+            elementwise_flops=6 * self.needed - 2 * heads * n,  # scale 1, softmax 5m − 2 per row
+            executed_flops=2 * both * self.computed,
             bytes=self.q.element_size() * heads * both * (n + self.k.shape[-2]),
         )
 
     def backward(self) -> Amounts:
         """Four products, and the scores once more, which a fused kernel does not save."""
         gradients, scores = 4 * sum(self.widths), 2 * self.widths[0]
-        executed = (gradients + scores) * self.pairs.computed
-        return Amounts(backward_flops=gradients * self.pairs.needed, executed_backward_flops=executed)
+        executed = (gradients + scores) * self.computed
+        return Amounts(backward_flops=gradients * self.needed, executed_backward_flops=executed)
 
     def per_head(self, path: str) -> Pairs:
         heads, full = max(1, self.q.shape[:-2].numel()), self.q.shape[-2] * self.k.shape[-2]
-        needed, computed, mask = self.pairs
-        return Pairs(path, mask, needed // heads, computed // heads, full, "fused")
+        return Pairs(path, self.masked_by, self.needed // heads, self.computed // heads, full, "fused")
 
 
 def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, is_causal: bool) -> CallPairs:
@@ -98,14 +92,14 @@ def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, i
     full = heads * n * m
     if is_causal:  # aligned to the first key: query i may attend to keys 0 … i
         pairs = heads * causal().count(n, m, 0)
-        return CallPairs(pairs, pairs, "causal")
+        return pairs, pairs, "causal"
     if mask is None:
-        return CallPairs(full, full, "none")
+        return full, full, "none"
     if real is None:
-        return CallPairs(full, full, "a mask with unknown values: all pairs are counted")
+        return full, full, "a mask with unknown values: all pairs are counted"
     allowed = real if real.dtype == torch.bool else real > torch.finfo(torch.float32).min / 2
     repeats = full // max(1, allowed.numel())  # the mask is broadcast over heads and batch rows
-    return CallPairs(int(allowed.sum()) * repeats, full, "mask")
+    return int(allowed.sum()) * repeats, full, "mask"
 
 
 def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
@@ -168,7 +162,7 @@ class FusedKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, trace, kernel):
         (b, h, n), d_v = q.shape[:3], v.shape[-1]
-        within = heads_within(q) if kernel in ("cudnn", "cpu") else kernel != "math"
+        within = kernel not in ("cudnn", "cpu") or heads_within(q)
         out = q.new_empty(b, n, h, d_v).transpose(1, 2) if within else q.new_empty(b, h, n, d_v)
         rows = _up(n, 32) if kernel == "efficient" else n  # rows of the log-sum-exp
         lse = q.new_empty(b, h, rows, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -291,7 +285,7 @@ def sdpa(trace, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fals
     pairs = call_pairs(query, key, attn_mask, real, is_causal)
     same = slice(1) if options.get("enable_gqa") else slice(-2)  # grouped heads are no broadcast
     broadcast = not query.shape[same] == key.shape[same] == value.shape[same]
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, pairs, broadcast)
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, *pairs, broadcast)
     return count_attention(trace, call)
 
 
@@ -300,7 +294,7 @@ def flex(trace, query, key, value, score_mod=None, block_mask=None, *_, return_l
     pairs = call_pairs(query, key, None, None, False)
     if block_mask is not None:
         pairs = _block_pairs(block_mask, query.shape[:-2].numel(), query.shape[-2], key.shape[-2])
-    out = count_attention(trace, Call(query, key, value, None, 0.0, False, pairs))
+    out = count_attention(trace, Call(query, key, value, None, 0.0, False, *pairs))
     return (out, query.new_empty(query.shape[:-1], dtype=torch.float32)) if return_lse else out
 
 
@@ -315,8 +309,8 @@ def _block_pairs(mask: Any, heads: int, n: int, m: int) -> CallPairs:
     blocks = sum(int(count.sum()) for count in counts if count is not None)
     computed = min(blocks * height * width * repeats, heads * n * m)
     if n * m > MAX_MASK_PAIRS:
-        return CallPairs(computed, computed, f"{name}: too many pairs to evaluate, counted by blocks")
+        return computed, computed, f"{name}: too many pairs to evaluate, counted by blocks"
     with torch.device(mask.kv_num_blocks.device):
         i, j, zero = torch.arange(n)[:, None], torch.arange(m)[None, :], torch.zeros((), dtype=torch.long)
         tables = [mask.mask_mod(zero + row, zero + head, i, j) for row in range(b) for head in range(h)]
-    return CallPairs(sum(int(table.sum()) for table in tables) * repeats, computed, name)
+    return sum(int(table.sum()) for table in tables) * repeats, computed, name

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from .nested import map_leaves, tensors_in
+from ...nested import map_leaves, tensors_in
 
 NAMES = {
     "low": """

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...compat import has_autocast_kernel, without_function_modes
+from ...nested import map_leaves
 from .data_dependent import FINITE
-from .nested import map_leaves
 
 CREATORS = """
     empty ones zeros full arange linspace logspace rand randn randint randperm eye tril_indices triu_indices

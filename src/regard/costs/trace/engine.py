@@ -23,10 +23,10 @@ from ...engine import fused_qkv, sdpa
 from ...engine.backends import choose
 from ...engine.call import Call, CallFacts, Outputs, Prepared, facts_of
 from ...engine.cpu import kernels, layout
+from ...nested import tensors_in
 from ...nn import cached_rotation, position
 from . import attention
 from .kernels import by_one_launch
-from .nested import tensors_in
 
 
 @contextmanager
@@ -110,8 +110,8 @@ def _counted(trace: Any, prepared: Prepared, call: Call) -> Outputs:
     heads = call.q.shape[:2].numel()
     offset = None if isinstance(call.at, Tensor) else call.at
     needed = call.pattern.count(call.n, call.m, offset)
-    pairs = attention.CallPairs(heads * needed, heads * prepared.computed, repr(call.pattern))
-    whole = attention.Call(call.q, call.k, call.v, None, call.dropout_p, False, pairs)
+    pairs = heads * needed, heads * prepared.computed, repr(call.pattern)
+    whole = attention.Call(call.q, call.k, call.v, None, call.dropout_p, False, *pairs)
     return attention.counted(trace, "sparse_attention", whole, lambda: prepared(call))
 
 

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import compat
 from ...compat import DispatchMode, aten_operator, without_dispatch_modes, without_function_modes
 from ...errors import ShapeError
+from ...nested import map_leaves, tensors_in
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
 from .attention import H200, Gpu, Need, flex, sdpa
@@ -34,7 +35,6 @@ from .device import OnDevice, dropout, rms_norm, simulated_facts
 from .engine import OWN_HANDLERS, traced_engine
 from .kernels import has_no_product, product_flops
 from .meter import Meter
-from .nested import map_leaves, tensors_in
 
 MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
 MAX_CONSTANT_ENTRIES = 1 << 20  # larger constants are not computed either
@@ -81,8 +81,8 @@ class Trace(DispatchMode):
         self.by_card = False  # whether another GPU would run other kernels
         self.prepared: dict[tuple, Any] = {}  # prepared calls of the engine
         self.counts = True  # False inside an attention that is counted as a whole
-        self._paths: list[str] = []  # paths of the modules being called, innermost last
-        self._names: dict[int, str] = {}
+        self.paths: list[str] = []  # paths of the modules being called, innermost last
+        self.names: dict[int, str] = {}
         self._calls: list[tuple[int, str]] = [(-1, "")]  # first node of the autograd graph → module, in order
         self._uncounted: list[tuple[int, int]] = []  # first and last node of calls counted as a whole
         self.values: Any = WeakIdKeyDictionary()  # meta tensor → its real value
@@ -95,36 +95,23 @@ class Trace(DispatchMode):
         if self.in_backward and (node := compat.running_node()) is not None:
             at = bisect_right(self._calls, (node, "\uffff")) - 1
             return self._calls[max(at, 0)][1]
-        return self._paths[-1] if self._paths else ""
+        return self.paths[-1] if self.paths else ""
 
     @property
     def in_backward(self) -> bool:
         return self.meter.phase == "backward"
 
-    @contextmanager
-    def modules_of(self, module: nn.Module) -> Iterator[None]:
-        """Calls of this module and of those inside it are noted, without hooks of their own on them."""
-        self._names = {id(inner): path for path, inner in module.named_modules()}
-        enter = register_module_forward_pre_hook(self._enter)
-        leave = register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            enter.remove()
-            leave.remove()
-            self._paths.clear()
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        path = self._names.get(id(module))
+    def enter(self, module: nn.Module, _: Any) -> None:
+        path = self.names.get(id(module))
         if path is not None:
-            self._paths.append(path)
+            self.paths.append(path)
             self._calls.append((compat.node_number(), path))
             self.work.append(Work(self.meter.phase, path, "module", again=self.in_backward))
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._names and self._paths:
-            self._paths.pop()
-            self._calls.append((compat.node_number(), self._paths[-1] if self._paths else ""))
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self.names and self.paths:
+            self.paths.pop()
+            self._calls.append((compat.node_number(), self.paths[-1] if self.paths else ""))
 
     def add(self, name: str, amounts: Amounts, path: str | None = None) -> None:
         key = (self.path if path is None else path, name)
@@ -160,7 +147,7 @@ class Trace(DispatchMode):
         self, flops: int | float, moved: int | float, dtype: str, kind: str = "operation", tensors: int = 0
     ) -> None:
         """A kernel or a view of the phase that runs."""
-        dtype, again = dtype.removeprefix("torch."), self.in_backward and bool(self._paths)
+        dtype, again = dtype.removeprefix("torch."), self.in_backward and bool(self.paths)
         self.work.append(Work(self.meter.phase, merged(self.path), kind, flops, moved, dtype, tensors, again))
 
     @contextmanager
@@ -360,9 +347,10 @@ def merged(path: str) -> str:
 
 
 @contextmanager
-def tracing(trace: Trace) -> Iterator[None]:
-    """Everything that is called inside runs on meta tensors and is counted."""
+def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
+    """Everything that is called inside runs on meta tensors and is counted; calls of modules are noted."""
     collects, fused = gc.isenabled(), partial(sdpa, trace)
+    trace.names = {id(inner): path for path, inner in module.named_modules()}
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
     replaced: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", fused),
@@ -390,6 +378,9 @@ def tracing(trace: Trace) -> Iterator[None]:
         stack.enter_context(autocast.simulated(trace.device if trace.device == "cuda" else "cpu"))
         stack.enter_context(OnDevice(trace, {SDPA: fused}))
         stack.enter_context(trace)
+        stack.callback(trace.paths.clear)
+        stack.enter_context(register_module_forward_pre_hook(trace.enter))
+        stack.enter_context(register_module_forward_hook(trace.leave, always_call=True))
         yield
 
 
