@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .errors import ShapeError, SpecError
-from .pattern import Pattern, causal
+from .pattern import Pattern, causal, full, window
 from .spec.base import require_positive
 
 Number = int | float
@@ -376,15 +376,97 @@ def _compose(a: Bool[Tensor, "n k"], b: Bool[Tensor, "k m"]) -> Bool[Tensor, "n 
     return (a.float() @ b.float()) > 0
 
 
-# -- what the functions above share --------------------------------------------------------------------------------
+# -- formulas as values: symbols, counts of pairs, leading orders, LaTeX --------------------------------------------
+
+
+class Symbols:
+    """Reads every size as a symbol; `values` maps each symbol to its number, so that a formula can be evaluated.
+
+    A name that is used for two different numbers becomes two symbols, for example d_ff and d_ff_2.
+    """
+
+    def __init__(self):
+        self.sympy = _sympy()
+        self.values: dict[Any, int] = {}
+
+    def size(self, name: str, value: int) -> Any:
+        for k in range(1, 100):
+            symbol = _symbol(name if k == 1 else f"{name}_{k}")
+            if self.values.setdefault(symbol, value) == value:
+                return symbol
+        raise AssertionError(f"a hundred sizes called {name}")
+
+
+def pair_count(pattern: Pattern, n: Any, m: Any) -> Any:
+    """The number of pairs that a pattern allows, for n = m no shorter than its window; None if it has no closed form.
+
+    >>> from regard.pattern import window
+    >>> pair_count(causal(), 7, 7), pair_count(window(2), 7, 7)
+    (28.0, 29.0)
+    """
+    match pattern:
+        case full():
+            return n * m
+        case causal():
+            return n * (n + 1) / 2
+        case window(before, after):
+            b, a = before, before if after is None else after
+            return (n * (2 * (b + a + 1)) - b * (b + 1) - a * (a + 1)) / 2
+    return None
+
+
+def leading_order(formula: Any) -> Any:
+    """The monomials of a formula that no other monomial dominates, without coefficients.
+
+    >>> leading_order(attention_memory("n").total)
+    n**2
+    """
+    sympy = _sympy()
+
+    def powers(term: Any) -> dict[Any, Any]:
+        return {base: power for base, power in term.as_powers_dict().items() if base.free_symbols}
+
+    terms = [powers(t) for t in sympy.Add.make_args(sympy.sympify(formula)) if t != 0]
+
+    def dominated(term: dict[Any, Any]) -> bool:
+        others = (t for t in terms if t != term)
+        return any(all(other.get(base, 0) >= p for base, p in term.items()) for other in others)
+
+    leading = {sympy.Mul(*(base**p for base, p in t.items())) for t in terms if not dominated(t)}
+    return sympy.Add(*leading)
+
+
+def latex_table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]], total: tuple[Any, ...]) -> str:
+    """A LaTeX array: in each row a name and formulas, below them their sums."""
+    sympy = _sympy()
+
+    def as_latex(formula: Any) -> str:
+        formula = sympy.sympify(formula)
+        long = [s for s in formula.free_symbols if len(s.name) > 2 and "_" not in s.name]
+        return sympy.latex(formula, symbol_names={s: r"\mathrm{" + s.name + "}" for s in long})
+
+    def line(name: str, *formulas: Any) -> str:
+        label = name.replace("_", r"\_")
+        return rf"\text{{{label}}} & {' & '.join(map(as_latex, formulas))} \\"
+
+    heading = " & ".join(rf"\text{{{title}}}" for title in head) + r" \\ \hline"
+    columns = "l" + "|r" * (len(head) - 1)
+    lines = [*(line(*row) for row in rows), r"\hline", line("total", *map(sympy.expand, total))]
+    return "\n".join([rf"\begin{{array}}{{{columns}}}", heading, *lines, r"\end{array}"])
+
+
+def _sympy() -> Any:
+    try:
+        import sympy
+    except ModuleNotFoundError as missing:
+        raise SpecError(
+            "formulas need sympy, which is not installed: pip install 'regard[cost]'"
+        ) from missing
+    return sympy
 
 
 def _symbol(x: Any) -> Any:
-    if not isinstance(x, str):
-        return x
-    import sympy
-
-    return sympy.Symbol(x, integer=True, positive=True)
+    return _sympy().Symbol(x, integer=True, positive=True) if isinstance(x, str) else x
 
 
 def _itemsize(dtype: str | torch.dtype) -> int:

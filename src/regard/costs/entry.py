@@ -32,7 +32,6 @@ DTYPES = {
 }
 DEVICES = ("cpu", "cuda", "mps")
 DEFAULT_N = 128  # for a model of Hugging Face
-TWO_LENGTHS = (specs.Attention, specs.EncoderDecoder, specs.Recurrent)
 
 
 def cost(
@@ -110,8 +109,8 @@ def _lengths(model: Any, n: int | None, m: int | None) -> tuple[int, int]:
 
 def has_context(spec: Spec) -> bool:
     """Whether the model attends to a second sequence, of length m."""
-    inner = getattr(spec, "block", spec)
-    return isinstance(spec, TWO_LENGTHS) or getattr(inner, "cross", None) is not None
+    crosses = getattr(getattr(spec, "block", spec), "cross", None) is not None
+    return crosses or isinstance(spec, specs.Attention | specs.EncoderDecoder | specs.Recurrent)
 
 
 def _where(request: Request, train: Any) -> dict[str, Any]:
@@ -163,17 +162,12 @@ def _of_module(request: Request, inputs: tuple[Any, ...]) -> Cost:
         setting = Setting(module, given, None, request.dtype, training, request.device)
     _check_inputs(model, setting)
     main = run(setting)
-    inside = {f"input {k}": "×".join(map(str, x.shape)) for k, x in enumerate(tensors_in(setting.given))}
-    return Cost(
-        _name(model),
-        inside | _where(request, bool(training) if training in (None, TrainingStep()) else training),
-        _tree(main.trace, main.module, _name(model)),
-        tuple(main.trace.pairs),
-        tuple(f"{op} ({times} ×)" for op, times in main.trace.unknown.items()),
-        tuple(main.trace.notes),
-        remember=lambda: Memory(setting, main=main),
-        fitting=fitting,
-    )
+    trace, name, memory = main.trace, _name(model), lambda: Memory(setting, main=main)
+    sizes = {f"input {k}": "×".join(map(str, x.shape)) for k, x in enumerate(tensors_in(setting.given))}
+    sizes |= _where(request, bool(training) if training in (None, TrainingStep()) else training)
+    tree, unknown = _tree(trace, main.module, name), (f"{op} ({k} ×)" for op, k in trace.unknown.items())
+    found = tuple(trace.pairs), tuple(unknown), tuple(trace.notes)
+    return Cost(name, sizes, tree, *found, remember=memory, fitting=fitting)
 
 
 def built(build: Callable) -> Any:

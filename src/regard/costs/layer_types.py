@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
 from statistics import linear_regression
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +28,7 @@ from .tree import Part
 ATTENTION, RESTRICTED = "attention", "restricted attention"
 
 
-@dataclass(frozen=True)
-class LayerKind:
+class LayerKind(NamedTuple):
     """A layer type: its declaration, its complexity, the orders of its steps, and its path length at length n."""
 
     name: str

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
-from ..formulas import RelativeOrders, ScoreOrders, relative_orders, score_orders
+from ..formulas import RelativeOrders, ScoreOrders, latex_table, leading_order, relative_orders, score_orders
 from ..position import quadratic
 from ..spec import Attention, FeedForward, Spec
 from ..spec.attention import BIASES
@@ -144,41 +144,15 @@ class Cost(ShownAsTables):
     @property
     def order(self) -> Any:
         """The leading order of the FLOPs: the monomials that no other monomial dominates, without coefficients."""
-        formula = self.formula  # which names the extra if sympy is missing
-        import sympy
-
-        def powers(term: Any) -> dict[Any, Any]:
-            return {base: power for base, power in term.as_powers_dict().items() if base.free_symbols}
-
-        terms = [powers(t) for t in sympy.Add.make_args(sympy.sympify(formula)) if t != 0]
-
-        def dominated(term: dict[Any, Any]) -> bool:
-            others = (t for t in terms if t != term)
-            return any(all(other.get(base, 0) >= p for base, p in term.items()) for other in others)
-
-        leading = {sympy.Mul(*(base**p for base, p in t.items())) for t in terms if not dominated(t)}
-        return sympy.Add(*leading)
+        return leading_order(self.formula)
 
     @property
     def latex(self) -> str:
         """A LaTeX array of formulas, term by term, and their sums: parameters, FLOPs, elementwise FLOPs."""
-        tree = self.symbolic  # which names the extra if sympy is missing
-        import sympy
-
-        def as_latex(formula: Any) -> str:
-            formula = sympy.sympify(formula)
-            long = [s for s in formula.free_symbols if len(s.name) > 2 and "_" not in s.name]
-            return sympy.latex(formula, symbol_names={s: r"\mathrm{" + s.name + "}" for s in long})
-
-        def line(name: str, a: Amounts) -> str:
-            label = name.replace("_", r"\_")
-            cells = " & ".join(map(as_latex, (a.parameters, a.flops, a.elementwise_flops)))
-            return rf"\text{{{label}}} & {cells} \\"
-
-        head = r"\text{term} & \text{parameters} & \text{FLOPs} & \text{elementwise FLOPs} \\ \hline"
-        lines = [line(path, amounts) for path, amounts in tree.terms()]
-        lines += [r"\hline", line("total", tree.total.map(sympy.expand))]
-        return "\n".join([r"\begin{array}{l|r|r|r}", head, *lines, r"\end{array}"])
+        head = ("term", "parameters", "FLOPs", "elementwise FLOPs")
+        rows = [(name, a.parameters, a.flops, a.elementwise_flops) for name, a in self.symbolic.terms()]
+        a = self.symbolic.total
+        return latex_table(head, rows, (a.parameters, a.flops, a.elementwise_flops))
 
     @cached_property
     def biases(self) -> dict[str, int] | None:
@@ -266,10 +240,7 @@ class Cost(ShownAsTables):
         return [self.table()]
 
     def table(self, depth: int | None = None) -> Table:
-        """The tree to this depth, in amounts of the whole model; the last number is the share of the FLOPs.
-
-        `.text()`, `.rich()` and `.html()` show it.
-        """
+        """The tree to this depth, in amounts of the whole model: `.text()`, `.rich()` or `.html()`."""
         total, train, traced, lines = self.total, self.sizes.get("train"), self.request is None, []
         wanted = {
             "parameters": True,

@@ -90,10 +90,7 @@ class Subject:
         return self.setting(size or request.size, training_of(request.train), **where)
 
     def fits(self, request: Request, budget: int, vary: str = "batch") -> int:
-        """The largest batch (or n, with `vary="n"`) whose peak is at most `budget` bytes; 0 if none fits.
-
-        Found between traced runs, since memory grows with both. m follows n if the two are equal.
-        """
+        """The largest batch, or n (with m, if the two are equal), whose peak is at most `budget` bytes; 0 if none."""
         require_known("vary", vary, ("batch", "n"))
         require_positive("budget", budget)
         if vary == "n" and self.tokens is not None:
@@ -132,10 +129,7 @@ class Runs:
         return nearest.usage(sizes=self.sizes(x, gpu), ranks=ranks, expandable=expandable).peak
 
     def largest(self, peak: Callable[[int], int], budget: int, limit: int, check: bool = False) -> int:
-        """The largest size up to the limit whose peak, by these runs, is at most the budget; 0 if none fits.
-
-        check: trace the result too, since kernels round lengths up.
-        """
+        """The largest size up to the limit whose peak is at most the budget; 0 if none fits. check: trace it too."""
         if not limit:
             return 0
         if not self.known:
@@ -255,10 +249,7 @@ def build(config: Any) -> nn.Module:
 
 
 def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict[str, Tensor]:
-    """Inputs of the right shapes: pixels, sound or token ids; for an encoder-decoder source and target ids.
-
-    labels: also what the model's own loss compares with, where it has one.
-    """
+    """Inputs of the right shapes: pixels, sound or token ids. labels: also what the model's own loss compares."""
     config: Any = model.config
     main, name, batch = getattr(model, "main_input_name", "input_ids"), type(model).__name__, size.batch
     if main == "input_values":
@@ -291,9 +282,7 @@ def _ids(*size: int) -> Tensor:
 # -- the same step on real tensors, which the code that `rg.plan` prints calls -------------------------------------
 
 
-def example(
-    model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None
-) -> tuple[Any, Tensor | None]:
+def example(model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None) -> tuple[Any, Any]:
     """Inputs of a declaration or a Hugging Face model on the device, and targets if it does not take labels."""
     subject = Subject(model)
     length = subject.tokens or n
@@ -339,9 +328,7 @@ def shard(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def stepping(
-    model: nn.Module, inputs: Any, targets: Tensor | None, training: TrainingStep
-) -> Callable[[], float]:
+def stepping(model: nn.Module, inputs: Any, targets: Any, training: TrainingStep) -> Callable[[], float]:
     """() → the loss of one training step with these options."""
     prepare(model, training)
     device = next(model.parameters()).device.type
@@ -353,7 +340,7 @@ def stepping(
                 loss = loss_of(call(model, inputs), targets, training)
             loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         return float(loss.detach())
 
     return step

@@ -16,7 +16,6 @@ SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20  # blocks up to 1 MiB come from segments
 LARGE, LARGE_SEGMENT = 10 << 20, 20 << 20  # blocks below 10 MiB come from segments of 20 MiB
 ROUND = 512
 SEGMENT_ROUND = 2 << 20
-GIB = 1 << 30
 
 
 def readable(size: int | float) -> str:
@@ -25,7 +24,7 @@ def readable(size: int | float) -> str:
     >>> readable(3 << 29), readable(1536), readable(10)
     ('1.50 GiB', '1.50 KiB', '10 bytes')
     """
-    for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:,.2f} {name}"
     return f"{size:,} bytes"

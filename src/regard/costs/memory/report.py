@@ -1,7 +1,4 @@
-"""The memory of a model: weights, gradients, optimizer state, saved activations, peaks; where it is, in words.
-
-It comes from running the module on meta tensors (runs.py) and replaying what it allocates (allocator.py).
-"""
+"""The memory of a model as one value: weights, gradients, saved activations, peaks; where it is, in words."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -268,9 +265,6 @@ class Memory:
     def __repr__(self) -> str:
         name = "training_peak" if self.trains else "inference_peak"
         return f"Memory(weights={self.weights:,}, {name}={self.usage.peak:,})"
-
-
-# -- a declared attention by formula --------------------------------------------------------------------------------
 
 
 def _last_block(declared: Any) -> tuple[Any, int]:

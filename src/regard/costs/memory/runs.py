@@ -133,10 +133,7 @@ class Run:
 
 
 def run(setting: Setting) -> Run:
-    """The call on meta tensors, or what is wrong with it in words, with what is still known.
-
-    Nothing of the given module changes.
-    """
+    """The call on meta tensors; else what is wrong with it in words, with what is still known."""
     name = getattr(setting.module, "__name__", type(setting.module).__name__)
     count = sum(p.numel() for p in setting.module.parameters())
     known = f"; still known: {count:,} parameters, {readable(4 * count)} in float32"
@@ -241,7 +238,7 @@ def _train(result: Run, args: tuple, kwargs: dict, targets: Tensor | None, train
         optimizer.step()
     for p, x in optimizer.tensors():
         result.own(names[p], x, "optimizer state")
-    optimizer.zero_grad()
+    module.zero_grad()
     meter.stop()  # the optimizer's state outlives the step
 
 

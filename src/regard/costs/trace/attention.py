@@ -209,9 +209,7 @@ def count_attention(trace: Any, call: Call) -> Float[Tensor, "*h n d_v"]:
     return counted(trace, FUSED, call, lambda: (_run(trace, call, kernel), None))[0]
 
 
-def counted(
-    trace: Any, name: str, call: Call, run: Callable[[], tuple[Tensor, Tensor | None]]
-) -> tuple[Tensor, Tensor | None]:
+def counted(trace: Any, name: str, call: Call, run: Callable[[], Any]) -> tuple[Tensor, Tensor | None]:
     """The output and log-sum-exp of an attention call that is counted as a whole, by its pairs."""
     amounts = call.forward()
     if trace.in_backward:  # computed again by a checkpoint

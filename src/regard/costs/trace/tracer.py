@@ -340,8 +340,7 @@ class Trace(DispatchMode):
 
 @lru_cache(maxsize=1 << 14)
 def merged(path: str) -> str:
-    """The path with layer numbers merged: layers.3.linear → layers.*.linear. A path of numbers alone, as in an
-    `nn.Sequential`, keeps them: it would have no name left."""
+    """The path with layer numbers merged: layers.3.linear → layers.*.linear; a path of numbers alone keeps them."""
     short = re.sub(r"(?<![^/.])\d+(?![^/.])", "*", path)
     return path if set(short) <= set("*/.") else short
 
