@@ -63,7 +63,7 @@ def family(folder: str) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     import regard as rg
-    from regard.costs.trace.nested import tensors_in
+    from regard.nested import tensors_in
 
     torch.manual_seed(0)
     row: dict[str, Any] = {"family": folder}

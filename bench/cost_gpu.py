@@ -37,6 +37,7 @@ from regard.costs import time as machines
 from regard.costs.memory.runs import prompt
 from regard.costs.subject import Subject
 from regard.costs.trace.tracer import Work
+from regard.machine import measure
 
 FIT_SEED, SCALE, CAP, MIB = 26, 8, 4 * 10**9, 1 << 20
 COUNTS = {"models": 40, "generation": 12, "plans": 20, "time": 20, "fit": 24}
@@ -238,7 +239,7 @@ def run_all(options: Any) -> None:
     out.write_text(json.dumps(found), encoding="utf-8")
     names = [name for name in ("time", "fit") if name in options.kinds]
     if names:
-        found["roofline"] = dataclasses.asdict(machines.measure("cuda"))
+        found["roofline"] = dataclasses.asdict(measure("cuda"))
     for name in names:
         for i, case in enumerate(drawn(name, options.seed)):
             row = guarded(partial(timed, profiled=name == "fit"), case)

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 
 import regard as rg
 from regard.costs import TrainingStep, cost
-from regard.costs.sizes import Size
-from regard.costs.subject import declared_inputs, declared_targets
 from regard.engine import call
 from regard.engine.backends import PREPARED
 from regard.engine.cpu import gathered_layout, kernels, strided_layout
 from regard.nn import cached_rotation
+from regard.nn.example_inputs import example_inputs, example_targets
 from regard.position import alibi, learned, relative_table, rope, sinusoidal
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "GPT2", "Bert", "T5", "Marian", "ViT", "Gemma2")
@@ -150,11 +149,10 @@ def foreign(case: Case) -> torch.nn.Module:
 def built(case: Case, device: str) -> tuple[torch.nn.Module, tuple, dict, Any]:
     """The model on the device, its positional and named inputs, and targets."""
     if case.spec is not None:
-        size = Size(case.n, case.n, case.batch)
         with torch.device(device):
             model = case.spec.build()
-        given = tuple(x.to(device) for x in declared_inputs(case.spec, size))
-        return model, given, {}, declared_targets(case.spec, size)
+        given = tuple(x.to(device) for x in example_inputs(case.spec, case.n, case.n, case.batch))
+        return model, given, {}, example_targets(case.spec, case.n, case.batch)
     import transformers
 
     config = getattr(transformers, f"{case.family}Config")(**case.config)

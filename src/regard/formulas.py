@@ -1,4 +1,5 @@
-"""Closed forms behind attention: moments of scores, the softmax's derivative, memory, losses, layer normalization.
+"""Closed forms behind attention: moments of scores, the softmax's derivative, memory, orders of products, losses,
+layer normalization, receptive fields.
 
 Everything takes plain numbers or tensors; counts also take a symbol (sympy) or its name and then return a formula.
 
@@ -8,16 +9,17 @@ Moments(mean=0, variance=64)
 8*n**2 + 2048*n
 """
 
+from collections.abc import Iterable, Sequence
 from math import exp, log, sqrt
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .costs.layer_types import dependencies
 from .errors import ShapeError, SpecError
-from .pattern import Pattern, causal
+from .pattern import Pattern, causal, full, window
+from .spec.base import require_positive
 
 Number = int | float
 
@@ -182,6 +184,56 @@ def attention_memory(
     )
 
 
+class ScoreOrders(NamedTuple):
+    """FLOPs of all content scores x_i W_q W_kᵀ x_jᵀ of one attention, in three orders of the same products.
+
+    naive      every pair projects its query and its key        n·m·(2·d·d_k + 2·d·d_k + 2·d_k) per head
+    projected  every vector is projected once                   2·n·d·h·d_k + 2·m·d·h·d_k + 2·n·m·h·d_k
+    merged_qk  W_q W_kᵀ first, then x (W_q W_kᵀ) xᵀ             2·d·d_k·d + 2·n·d·d + 2·n·m·d per head
+    """
+
+    naive: Any
+    projected: Any
+    merged_qk: Any
+
+
+def score_orders(n: Any, m: Any, d: Any, heads: Any = 1, d_k: Any = None) -> ScoreOrders:
+    """FLOPs of content scores in three orders; the sizes may be numbers or symbols.
+
+    >>> score_orders(1000, 1000, 512)
+    ScoreOrders(naive=1049600000000, projected=2072576000, merged_qk=1816723456)
+    """
+    d_k = d if d_k is None else d_k
+    return ScoreOrders(
+        naive=heads * n * m * (4 * d * d_k + 2 * d_k),
+        projected=heads * (2 * n * d * d_k + 2 * m * d * d_k + 2 * n * m * d_k),
+        merged_qk=heads * (2 * d * d_k * d + 2 * n * d * d + 2 * n * m * d),
+    )
+
+
+class RelativeOrders(NamedTuple):
+    """FLOPs of scores r_{j−i} · v of relative positions with d_p features: per pair, or per distinct offset."""
+
+    per_pair: Any
+    offsets: Any  # the number of distinct offsets: n + m − 1 on a line
+    per_offset: Any
+    with_content: Any  # per pair, plus content scores with each vector projected once
+
+
+def relative_orders(n: Any, m: Any, d_p: Any, d: Any, heads: Any = 1, offsets: Any = None) -> RelativeOrders:
+    """FLOPs of position scores, and together with content scores of heads of width d / heads.
+
+    offsets: the number of distinct offsets; needed on a grid.
+
+    >>> relative_orders(1000, 1000, 3, 512)
+    RelativeOrders(per_pair=6000000, offsets=1999, per_offset=11994, with_content=2078576000)
+    """
+    offsets = n + m - 1 if offsets is None else offsets
+    per_pair = 2 * heads * n * m * d_p
+    content = score_orders(n, m, d).projected  # for any number of heads: together their width is d
+    return RelativeOrders(per_pair, offsets, 2 * heads * offsets * d_p, content + per_pair)
+
+
 def loss_floor(vocab: int, n: int, pattern: Pattern | None = None, layers: int = 1) -> float:
     """The smallest mean loss on independent uniform tokens of a model that predicts the next token at n positions.
 
@@ -237,12 +289,184 @@ def residual_slope(slope: Number, layers: int) -> tuple[float, float]:
     return (1 + slope) ** layers, slope**layers
 
 
-def _symbol(x: Any) -> Any:
-    if not isinstance(x, str):
-        return x
-    import sympy
+# -- how far information travels through a stack of layers: a bound, and the exact set of inputs --------------------
 
-    return sympy.Symbol(x, integer=True, positive=True)
+
+class ReceptiveField(NamedTuple):
+    """The number of inputs an output can depend on if each head attends to one position, with residuals."""
+
+    bound: int  # (heads + 1)^layers
+    clipped: int  # the bound, limited by the number of positions
+    neighbors: int  # if the heads attend 1, 2, …, heads positions back in every layer: heads · layers + 1
+
+
+def receptive_field(heads: int, layers: int, length: int | None = None) -> ReceptiveField:
+    """The bound counts the position itself; shifts of c · (heads + 1)^l, c = 1 … heads, in layer l reach it.
+
+    >>> receptive_field(8, 3, length=512)
+    ReceptiveField(bound=729, clipped=512, neighbors=25)
+    """
+    require_positive("heads", heads)
+    require_positive("layers", layers)
+    bound, near = (heads + 1) ** layers, heads * layers + 1
+    if length is None:
+        return ReceptiveField(bound, bound, near)
+    require_positive("length", length)
+    return ReceptiveField(bound, min(length, bound), min(length, near))
+
+
+def receptive_set(at: int, shifts: Sequence[Iterable[int]], length: int | None = None) -> frozenset[int]:
+    """The exact set of inputs of position `at`, if layer l attends to the position itself and shifts[l] back.
+
+    The last entry of `shifts` is the layer nearest to the output. Positions outside 0 … length − 1 are left out.
+
+    >>> sorted(receptive_set(10, [[1, 2], [3, 6]]))
+    [2, 3, 4, 5, 6, 7, 8, 9, 10]
+    >>> sorted(receptive_set(1, [[1], [1], [1]]))
+    [0, 1]
+    """
+    inputs = {at}
+    for layer in reversed(shifts):
+        inputs |= {i - s for i in inputs for s in tuple(layer)}
+        inputs = {i for i in inputs if i >= 0 and (length is None or i < length)}
+    return frozenset(inputs)
+
+
+def dependencies(pattern: Pattern, n: int, layers: int = 1, residual: bool = True) -> Bool[Tensor, "n n"]:
+    """Entry (i, j): whether output i depends on input j after this many layers. The boolean power of the pattern."""
+    require_positive("n", n)
+    require_positive("layers", layers)
+    power = _one_layer(pattern, n, residual)
+    result = torch.eye(n, dtype=torch.bool)
+    while layers:  # exponentiation by squaring
+        if layers & 1:
+            result = _compose(result, power)
+        power, layers = _compose(power, power), layers >> 1
+    return result
+
+
+def layers_to_connect(pattern: Pattern, n: int, residual: bool = True) -> int:
+    """The number of layers after which every output depends on every input (if causal: on every earlier input).
+
+    >>> from regard.pattern import every, window
+    >>> layers_to_connect(window(2), 16), layers_to_connect(window(2) | every(4), 16)
+    (8, 3)
+    """
+    require_positive("n", n)
+    powers = [_one_layer(pattern, n, residual)]
+    goal = causal().allowed(n) if (pattern - causal()).count(n) == 0 else torch.ones(n, n, dtype=torch.bool)
+    while not torch.equal(powers[-1] | ~goal, goal | ~goal):
+        if 1 << len(powers) > 2 * n:
+            raise SpecError(f"{pattern!r} never connects all {n} positions, whatever the number of layers")
+        powers.append(_compose(powers[-1], powers[-1]))
+    layers, reached = 0, torch.eye(n, dtype=torch.bool)
+    for k in reversed(range(len(powers))):  # the largest number of layers that does not connect, plus one
+        further = _compose(reached, powers[k])
+        if not torch.equal(further & goal, goal):
+            layers, reached = layers + (1 << k), further
+    return layers + 1
+
+
+def _one_layer(pattern: Pattern, n: int, residual: bool) -> Bool[Tensor, "n n"]:
+    allowed = pattern.allowed(n)
+    return allowed | torch.eye(n, dtype=torch.bool) if residual else allowed.clone()
+
+
+def _compose(a: Bool[Tensor, "n k"], b: Bool[Tensor, "k m"]) -> Bool[Tensor, "n m"]:
+    return (a.float() @ b.float()) > 0
+
+
+# -- formulas as values: symbols, counts of pairs, leading orders, LaTeX --------------------------------------------
+
+
+class Symbols:
+    """Reads every size as a symbol; `values` maps each symbol to its number, so that a formula can be evaluated.
+
+    A name that is used for two different numbers becomes two symbols, for example d_ff and d_ff_2.
+    """
+
+    def __init__(self):
+        self.sympy = _sympy()
+        self.values: dict[Any, int] = {}
+
+    def size(self, name: str, value: int) -> Any:
+        for k in range(1, 100):
+            symbol = _symbol(name if k == 1 else f"{name}_{k}")
+            if self.values.setdefault(symbol, value) == value:
+                return symbol
+        raise AssertionError(f"a hundred sizes called {name}")
+
+
+def pair_count(pattern: Pattern, n: Any, m: Any) -> Any:
+    """The number of pairs that a pattern allows, for n = m no shorter than its window; None if it has no closed form.
+
+    >>> from regard.pattern import window
+    >>> pair_count(causal(), 7, 7), pair_count(window(2), 7, 7)
+    (28.0, 29.0)
+    """
+    match pattern:
+        case full():
+            return n * m
+        case causal():
+            return n * (n + 1) / 2
+        case window(before, after):
+            b, a = before, before if after is None else after
+            return (n * (2 * (b + a + 1)) - b * (b + 1) - a * (a + 1)) / 2
+    return None
+
+
+def leading_order(formula: Any) -> Any:
+    """The monomials of a formula that no other monomial dominates, without coefficients.
+
+    >>> leading_order(attention_memory("n").total)
+    n**2
+    """
+    sympy = _sympy()
+
+    def powers(term: Any) -> dict[Any, Any]:
+        return {base: power for base, power in term.as_powers_dict().items() if base.free_symbols}
+
+    terms = [powers(t) for t in sympy.Add.make_args(sympy.sympify(formula)) if t != 0]
+
+    def dominated(term: dict[Any, Any]) -> bool:
+        others = (t for t in terms if t != term)
+        return any(all(other.get(base, 0) >= p for base, p in term.items()) for other in others)
+
+    leading = {sympy.Mul(*(base**p for base, p in t.items())) for t in terms if not dominated(t)}
+    return sympy.Add(*leading)
+
+
+def latex_table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]], total: tuple[Any, ...]) -> str:
+    """A LaTeX array: in each row a name and formulas, below them their sums."""
+    sympy = _sympy()
+
+    def as_latex(formula: Any) -> str:
+        formula = sympy.sympify(formula)
+        long = [s for s in formula.free_symbols if len(s.name) > 2 and "_" not in s.name]
+        return sympy.latex(formula, symbol_names={s: r"\mathrm{" + s.name + "}" for s in long})
+
+    def line(name: str, *formulas: Any) -> str:
+        label = name.replace("_", r"\_")
+        return rf"\text{{{label}}} & {' & '.join(map(as_latex, formulas))} \\"
+
+    heading = " & ".join(rf"\text{{{title}}}" for title in head) + r" \\ \hline"
+    columns = "l" + "|r" * (len(head) - 1)
+    lines = [*(line(*row) for row in rows), r"\hline", line("total", *map(sympy.expand, total))]
+    return "\n".join([rf"\begin{{array}}{{{columns}}}", heading, *lines, r"\end{array}"])
+
+
+def _sympy() -> Any:
+    try:
+        import sympy
+    except ModuleNotFoundError as missing:
+        raise SpecError(
+            "formulas need sympy, which is not installed: pip install 'regard[cost]'"
+        ) from missing
+    return sympy
+
+
+def _symbol(x: Any) -> Any:
+    return _sympy().Symbol(x, integer=True, positive=True) if isinstance(x, str) else x
 
 
 def _itemsize(dtype: str | torch.dtype) -> int:

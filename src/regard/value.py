@@ -6,29 +6,15 @@ Reading takes the table of kinds that may occur, so no text can name anything el
 import dataclasses
 import json
 import math
-import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from html import escape
 from typing import Any
 
 from .errors import FormatError, RegardError, nearest
 
 MAX_DEPTH = 100  # levels of nested values in JSON that is read
-
-
-class ShownAsTable:
-    """A result whose text has a title and lines of a name and a value. In a notebook it is a table."""
-
-    def _repr_html_(self) -> str:
-        title, *lines = str(self).splitlines()
-        cells = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines]
-        rows = "".join(
-            f"<tr><th>{escape(name)}</th><td>{escape(' '.join(rest))}</td></tr>" for name, *rest in cells
-        )
-        return f'<b>{escape(title)}</b><table style="text-align:left">{rows}</table>'
 
 
 def table(*kinds: type) -> dict[str, type]:

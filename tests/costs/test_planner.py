@@ -15,7 +15,7 @@ from regard.costs.planner import SHARE, Option, Wanted, planned
 from regard.costs.sizes import Size
 from regard.costs.subject import Runs, Subject
 from regard.costs.time import HOST, time_of
-from regard.costs.trace.attention import Call, CallPairs, Gpu, kernel_of
+from regard.costs.trace.attention import Call, Gpu, kernel_of
 from regard.costs.trace.tracer import Work
 
 unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
@@ -79,7 +79,7 @@ def test_a_trained_mask_with_dropout_runs_the_memory_efficient_kernel(dtype):  #
     q = torch.empty(2, 3, 8, 16, device="meta", dtype=dtype)
     mask = torch.empty(2, 3, 8, 8, device="meta", dtype=dtype)
     kernels = [
-        kernel_of(Call(q, q, q, m, 0.1, False, CallPairs(1, 1, "")), "cuda", Gpu(capability=(9, 0)))
+        kernel_of(Call(q, q, q, m, 0.1, False, 1, 1, ""), "cuda", Gpu(capability=(9, 0)))
         for m in (mask.clone().requires_grad_(), mask)
     ]
     assert kernels == ["efficient", "cudnn" if dtype == torch.bfloat16 else "efficient"]

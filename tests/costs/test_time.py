@@ -9,22 +9,9 @@ import torch
 import regard as rg
 from regard.costs.entry import cost
 from regard.costs.sizes import Request
-from regard.costs.time import (
-    HOST,
-    LAUNCH,
-    MOVE,
-    PRODUCT,
-    Roofline,
-    estimate,
-    load_roofline,
-    measure,
-    measure_time,
-    roofline_path,
-    save_roofline,
-    time_call,
-    time_of,
-)
+from regard.costs.time import HOST, LAUNCH, MOVE, PRODUCT, estimate, measure_time, time_of
 from regard.costs.trace.tracer import Work
+from regard.machine import Roofline, load_roofline, measure, roofline_path, save_roofline, time_call
 
 ONE = Roofline("a machine", {"float32": 1e9, "bfloat16": 4e9}, 1e8, 1e-6)
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from regard.cli.main import app
-from regard.costs.time import Roofline, save_roofline
+from regard.machine import Roofline, save_roofline
 from regard.training import recipes
 from regard.training.data.datasets import SentencePairs
 from regard.training.recipes import Recipe

@@ -33,7 +33,7 @@ def machine(
     """
     import torch
 
-    from ..costs.time import measure, save_roofline
+    from ..machine import measure, save_roofline
     from .devices import read_device
 
     device = read_device(device) if device else ("cuda" if torch.cuda.is_available() else "cpu")

@@ -202,7 +202,8 @@ def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
 def _extra(result: Any, request: CostRequest) -> dict[str, tuple[Any, str]]:
     """What fits and the time it takes, each as data and as text."""
     from ..costs.memory.allocator import readable
-    from ..costs.time import estimate, load_roofline
+    from ..costs.time import estimate
+    from ..machine import load_roofline
 
     extra: dict[str, tuple[Any, str]] = {}
     if request.ranks > 1:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..table import aligned
 from .lifting import lift
 
 ROUNDS = 50  # of alternating least squares
@@ -55,9 +56,7 @@ class Readings:
         ]
 
     def __str__(self) -> str:
-        rows = self.rows()
-        widths = [max(len(row[c]) for row in rows) for c in range(3)]
-        return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in rows)
+        return "\n".join(aligned(self.rows(), ["left"] * 3))
 
 
 @torch.no_grad()

@@ -1,18 +1,19 @@
 """The cost of a declaration or a module: parameters, FLOPs, memory, time; as numbers and as formulas."""
 
-from .entry import cost
-from .layer_types import (
-    Comparison,
+from ..formulas import (
     ReceptiveField,
-    compare,
     dependencies,
     layers_to_connect,
     receptive_field,
     receptive_set,
-)  # fmt: skip
+    relative_orders,
+    score_orders,
+)
+from .entry import cost
+from .layer_types import Comparison, compare
 from .memory import Memory, TrainingStep
 from .planner import Choice, Plan, plan
-from .result import Cost, relative_orders, score_orders
+from .result import Cost
 from .subject import call, example, generate_one, join_ranks, shard, stepping
 from .tree import Amounts, Pairs, Part
 

@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from .. import spec as specs
 from ..compat import CAN_DISPATCH
 from ..engine.backends import BACKENDS
 from ..errors import RegardError, ShapeError, SpecError, nearest
+from ..nested import tensors_in
 from ..spec import Spec, preset
 from ..spec.base import require_positive
 from .flops.models import build_tree
@@ -22,24 +24,19 @@ from .memory.step import training_of
 from .result import Cost
 from .sizes import Request
 from .subject import Subject, build, is_config
-from .trace.nested import tensors_in
 from .trace.tracer import Trace
 from .tree import Amounts, Part
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DTYPES = {
     str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 DEVICES = ("cpu", "cuda", "mps")
 DEFAULT_N = 128  # for a model of Hugging Face
-TWO_LENGTHS = (specs.Attention, specs.EncoderDecoder, specs.Recurrent)
 
 
 def cost(
     model: Any,
-    *example_inputs: "Tensor | Any",
+    *example_inputs: Any,
     n: int | None = None,
     m: int | None = None,
     batch: int = 1,
@@ -65,52 +62,67 @@ def cost(
         model = preset(model)
     require_positive("batch", batch)
     dtype = _dtype(dtype)
-    if backend not in BACKENDS:
-        raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
-    if device not in DEVICES:
-        raise SpecError(f"unknown device {device!r}; {nearest(device, DEVICES)}")
+    for what, name, known in (("backend", backend, BACKENDS), ("device", device, DEVICES)):
+        if name not in known:
+            raise SpecError(f"unknown {what} {name!r}; {nearest(name, known)}")
     if not example_inputs:
         if not isinstance(model, Spec | nn.Module) and not is_config(model) and callable(model):
             model = built(model)
         model = getattr(model, "spec", model)  # a module built from a declaration
-    if not isinstance(model, Spec):
-        n = DEFAULT_N if n is None else n
-        require_positive("n", n)
-        request = Request(model, n, n if m is None else m, batch, dtype, train, backend, device)
-        return _of_module(model, example_inputs, request)
-    if example_inputs:
+    elif isinstance(model, Spec):
         raise SpecError(
             f"{type(model).__name__} is a declaration: its cost follows from its sizes; "
             f"pass n= instead of example inputs"
         )
-    return _of_declaration(Request(model, *_lengths(model, n, m), batch, dtype, train, backend, device))
+    request = Request(model, *_lengths(model, n, m), batch, dtype, train, backend, device)
+    return _of_declaration(request) if isinstance(model, Spec) else _of_module(request, example_inputs)
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    if isinstance(dtype, str):
-        name = dtype.removeprefix("torch.")
-        if name not in DTYPES:
-            raise SpecError(f"unknown dtype {dtype!r}; {nearest(name, DTYPES)}")
+    name = str(dtype).removeprefix("torch.")
+    if name in DTYPES:
         return DTYPES[name]
-    if dtype not in DTYPES.values():
-        raise SpecError(f"dtype={dtype} is not supported; use one of {', '.join(DTYPES)}")
-    return dtype
+    if isinstance(dtype, str):
+        raise SpecError(f"unknown dtype {dtype!r}; {nearest(name, DTYPES)}")
+    raise SpecError(f"dtype={dtype} is not supported; use one of {', '.join(DTYPES)}")
 
 
-def _where(request: Request) -> dict[str, Any]:
-    return {"dtype": str(request.dtype).removeprefix("torch."), "device": request.device}
+def _lengths(model: Any, n: int | None, m: int | None) -> tuple[int, int]:
+    """(n, m): an image model has its own length, and m is for models that read a second sequence."""
+    if isinstance(model, specs.Vision):
+        if n not in (None, model.tokens) or m is not None:
+            raise SpecError(
+                f"n={n}, m={m}: an image of {model.image} in patches of {model.patch} is {model.tokens} tokens; "
+                f"leave n and m out, or declare another image size"
+            )
+        return model.tokens, model.tokens
+    declared = isinstance(model, Spec)
+    if n is None and declared:
+        raise SpecError("n is missing: pass the number of positions, for example n=1000")
+    n = DEFAULT_N if n is None else n
+    for name, length in (("n", n), ("m", n if m is None else m)):
+        require_positive(name, length)
+    if m is not None and declared and not has_context(model):
+        raise SpecError(f"m={m}: {type(model).__name__} attends to its own {n} positions only; leave m out")
+    return n, n if m is None else m
+
+
+def has_context(spec: Spec) -> bool:
+    """Whether the model attends to a second sequence, of length m."""
+    crosses = getattr(getattr(spec, "block", spec), "cross", None) is not None
+    return crosses or isinstance(spec, specs.Attention | specs.EncoderDecoder | specs.Recurrent)
+
+
+def _where(request: Request, train: Any) -> dict[str, Any]:
+    return {"dtype": str(request.dtype).removeprefix("torch."), "device": request.device, "train": train}
 
 
 def _of_declaration(request: Request) -> Cost:
     tree, pairs = build_tree(request)
-    lengths = {"n": request.n} | ({"m": request.m} if has_context(request.spec) else {})
-    sizes = lengths | {"batch": request.batch} | _where(request) | {"train": request.train}
-    name, memory, fits = (
-        repr(request.spec),
-        partial(memory_of, request),
-        partial(Subject(request.spec).fits, request),
-    )
-    return Cost(name, sizes, tree, pairs, request=request, remember=memory, fitting=fits)
+    sizes = {"n": request.n} | ({"m": request.m} if has_context(request.spec) else {})
+    sizes |= {"batch": request.batch} | _where(request, request.train)
+    memory, fits = partial(memory_of, request), partial(Subject(request.spec).fits, request)
+    return Cost(repr(request.spec), sizes, tree, pairs, request=request, remember=memory, fitting=fits)
 
 
 def memory_of(request: Request) -> Memory | None:
@@ -122,44 +134,16 @@ def memory_of(request: Request) -> Memory | None:
 
 @lru_cache(maxsize=16)
 def _memory(request: Request) -> Memory:
-    setting = Subject(request.spec).setting(request.size, request.train, request.dtype, request.device)
-    return Memory(setting, request)
+    return Memory(Subject(request.spec).setting_of(request), request)
 
 
-def _lengths(spec: Spec, n: int | None, m: int | None) -> tuple[int, int]:
-    """(n, m): an image model has its own length, and m is for models that read a second sequence."""
-    if isinstance(spec, specs.Vision):
-        if n not in (None, spec.tokens) or m is not None:
-            raise SpecError(
-                f"n={n}, m={m}: an image of {spec.image} in patches of {spec.patch} is {spec.tokens} tokens; "
-                f"leave n and m out, or declare another image size"
-            )
-        return spec.tokens, spec.tokens
-    if n is None:
-        raise SpecError("n is missing: pass the number of positions, for example n=1000")
-    require_positive("n", n)
-    if m is None:
-        return n, n
-    require_positive("m", m)
-    if not has_context(spec):
-        raise SpecError(f"m={m}: {type(spec).__name__} attends to its own {n} positions only; leave m out")
-    return n, m
-
-
-def has_context(spec: Spec) -> bool:
-    """Whether the model attends to a second sequence, of length m."""
-    inner = getattr(spec, "block", spec)
-    return isinstance(spec, TWO_LENGTHS) or getattr(inner, "cross", None) is not None
-
-
-def _of_module(model: Any, inputs: tuple[Any, ...], request: Request) -> Cost:
+def _of_module(request: Request, inputs: tuple[Any, ...]) -> Cost:
     """The cost of running the model on meta tensors: no weight is allocated, no product is computed."""
     if not CAN_DISPATCH:
         raise SpecError(
             "tracing a module needs TorchDispatchMode, which this PyTorch does not have; declare a spec instead"
         )
-    if is_config(model):
-        model = build(model)
+    model = build(request.spec) if is_config(request.spec) else request.spec
     if not callable(model):
         raise SpecError(
             f"cannot find the cost of {type(model).__name__}; pass a spec, the name of a preset, an nn.Module or a "
@@ -167,30 +151,23 @@ def _of_module(model: Any, inputs: tuple[Any, ...], request: Request) -> Cost:
         )
     training, fitting = training_of(request.train), None
     if not inputs and hasattr(model, "config"):
-        subject = Subject(model)
-        fitting = partial(subject.fits, request)
-        setting = subject.setting(request.size, training, request.dtype, request.device)
-        setting = replace(setting, evaluate=False)
+        fitting = partial(Subject(model).fits, request)
+        setting = replace(Subject(model).setting_of(request), evaluate=False)
     else:
         named = len(inputs) == 1 and isinstance(inputs[0], Mapping)
         given: tuple[tuple, dict] = ((), dict(inputs[0])) if named else (inputs, {})
-        module = model if isinstance(model, nn.Module) else _Function(model)
+        module: Any = model if isinstance(model, nn.Module) else nn.Module()
+        if module is not model:  # a function of tensors
+            module.forward, module.__name__ = model, _name(model)
         setting = Setting(module, given, None, request.dtype, training, request.device)
     _check_inputs(model, setting)
     main = run(setting)
-    shapes = ["×".join(map(str, x.shape)) for x in tensors_in(setting.given)]
-    sizes: dict[str, Any] = {f"input {k}": shape for k, shape in enumerate(shapes)}
-    shown = training if training is not None and training != TrainingStep() else bool(training)
-    return Cost(
-        _name(model),
-        sizes | _where(request) | {"train": shown},
-        _tree(main.trace, main.module, _name(model)),
-        tuple(main.trace.pairs),
-        tuple(f"{op} ({times} ×)" for op, times in main.trace.unknown.items()),
-        tuple(main.trace.notes),
-        remember=lambda: Memory(setting, main=main),
-        fitting=fitting,
-    )
+    trace, name, memory = main.trace, _name(model), lambda: Memory(setting, main=main)
+    sizes = {f"input {k}": "×".join(map(str, x.shape)) for k, x in enumerate(tensors_in(setting.given))}
+    sizes |= _where(request, bool(training) if training in (None, TrainingStep()) else training)
+    tree, unknown = _tree(trace, main.module, name), (f"{op} ({k} ×)" for op, k in trace.unknown.items())
+    found = tuple(trace.pairs), tuple(unknown), tuple(trace.notes)
+    return Cost(name, sizes, tree, *found, remember=memory, fitting=fitting)
 
 
 def built(build: Callable) -> Any:
@@ -208,14 +185,6 @@ def built(build: Callable) -> Any:
         raise
     except Exception as e:
         raise SpecError(f"{_name(build)}() fails on meta tensors: {type(e).__name__}: {e}") from e
-
-
-class _Function(nn.Module):
-    """A function of tensors as a module."""
-
-    def __init__(self, call: Callable):
-        super().__init__()
-        self.forward, self.__name__ = call, _name(call)
 
 
 def _tree(trace: Trace, module: nn.Module, name: str) -> Part:
@@ -240,17 +209,12 @@ def _tree(trace: Trace, module: nn.Module, name: str) -> Part:
 
 def _folded(parts: list[Part]) -> list[Part]:
     """Numbered layers that are equal and follow each other as one part: `0–31` is 32 times the same."""
-    runs: list[list[Part]] = []
-    for part in parts:
-        first = runs[-1][0] if runs else part
-        numbered = runs and part.name.isdigit() and first.name.isdigit()
-        if numbered and replace(part, name=first.name) == first:
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    return [
-        r[0] if len(r) == 1 else replace(r[0], name=f"{r[0].name}–{r[-1].name}", times=len(r)) for r in runs
-    ]
+    folded = []
+    for _, same in groupby(parts, lambda part: replace(part, name="0") if part.name.isdigit() else part):
+        first, *others = same
+        name = f"{first.name}–{others[-1].name}" if others else first.name
+        folded.append(replace(first, name=name, times=1 + len(others)))
+    return folded
 
 
 def _name(model: Any) -> str:

@@ -5,56 +5,59 @@ of steps) after which every output depends on every input.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
 from statistics import linear_regression
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from ..errors import SpecError, nearest
-from ..pattern import Pattern, causal, full, window
-from ..spec import Attention, Convolutional, Recurrent, Spec
+from ..machine import time_call
+from ..pattern import full, window
+from ..spec import Attention, Convolutional, Recurrent
 from ..spec.base import require_positive
+from ..table import ShownAsTables, Table
 from .flops.models import build_tree
 from .result import core_of
 from .sizes import Request
-from .tables import ShownAsTables, Table
-from .time import time_call
+from .tree import Part
 
 ATTENTION, RESTRICTED = "attention", "restricted attention"
 
 
-@dataclass(frozen=True)
-class LayerKind:
+class LayerKind(NamedTuple):
     """A layer type: its declaration, its complexity, the orders of its steps, and its path length at length n."""
 
     name: str
-    spec: Spec
+    spec: Any
     complexity: str
     sequential_order: str
     path_order: str
     path_length: Callable[[int], int]
 
+    def _part(self, n: int) -> Part:
+        """The layer over n positions, without the embedding and head of a recurrent model."""
+        tree, _ = build_tree(Request(self.spec, n, n))
+        inside = {Recurrent: "encoder", Convolutional: "layer"}.get(type(self.spec))
+        return tree if inside is None else replace(tree[inside], times=1)
+
     def flops(self, n: int) -> int:
         """FLOPs of the matrix products of one layer over n positions."""
-        tree, _ = build_tree(Request(self.spec, n, n))
-        match self.spec:
-            case Recurrent():
-                return tree["encoder"].total.flops  # the recurrent layer without embedding and head
-            case Convolutional(layers=layers):
-                return tree["layer"].total.flops // layers
-        return tree.total.flops
+        return self._part(n).total.flops
 
     def core_flops(self, n: int) -> int:
         """FLOPs of scores and mixing; 0 if it is not attention."""
-        if not isinstance(self.spec, Attention):
-            return 0
-        return core_of(build_tree(Request(self.spec, n, n))[0]).flops
+        return core_of(self._part(n)).flops
+
+    def at(self, n: int) -> "LayerCost":
+        """The row of the comparison at this length."""
+        return LayerCost(
+            self.name, self.flops(n), self.core_flops(n), n if self.sequential_order == "O(n)" else 1,
+            self.path_length(n), *self.values(n), self.complexity, self.sequential_order, self.path_order,
+        )  # fmt: skip
 
     def values(self, n: int) -> tuple[int, int]:
         """The number of values that training saves, and that generating the next position needs.
@@ -133,29 +136,31 @@ class Comparison(ShownAsTables):
         return asdict(self)
 
     def tables(self) -> list[Table]:
-        head = ("layer", "FLOPs", "complexity", "sequential steps", "order", "path length", "order")
+        title = f"one layer: n = {self.n}, d = {self.d}, kernel {self.kernel}, window {self.window}"
+        head: tuple[str, ...] = (
+            "layer",
+            "FLOPs",
+            "complexity",
+            "sequential steps",
+            "order",
+            "path length",
+            "order",
+        )
         types = [
             (l.name, f"{l.flops:,}", l.complexity, f"{l.sequential_steps:,}", l.sequential_order,
              f"{l.path_length:,}", l.path_order, f"{l.training_values:,}", f"{l.decoding_values:,}")
             for l in self.layers
         ]  # fmt: skip
-        title = f"one layer: n = {self.n}, d = {self.d}, kernel {self.kernel}, window {self.window}"
-        crossings = [
-            (c.first, c.second, "always" if c.n is None else f"{c.n:,.6g}", c.in_widths)
-            for c in self.crossovers
-        ]
-        tables = [
-            Table(title, (*head, "values saved to train", "values to decode"), types),
-            Table("crossover lengths", ("more FLOPs", "than", "beyond n =", ""), crossings),
-        ]
+        tables = [Table(title, (*head, "values saved to train", "values to decode"), types)]
+        where = ["always" if c.n is None else f"{c.n:,.6g}" for c in self.crossovers]
+        crossings = [(c.first, c.second, n, c.in_widths) for c, n in zip(self.crossovers, where)]
+        tables.append(Table("crossover lengths", ("more FLOPs", "than", "beyond n =", ""), crossings))
         if self.growth:
             lengths = (f"n = {n:,}" for n in self.growth[0].lengths)
-            timed = [
-                (g.name, f"{g.measured:.2f}", f"{g.predicted:.2f}", *(f"{1e3 * s:.3g} ms" for s in g.seconds))
-                for g in self.growth
-            ]
-            heading = ("layer", "measured exponent", "predicted", *lengths)
-            tables.append(Table("growth measured on this machine", heading, timed))
+            head = ("layer", "measured exponent", "predicted", *lengths)
+            exponents = [(g, f"{g.measured:.2f}", f"{g.predicted:.2f}") for g in self.growth]
+            timed = [(g.name, *fit, *(f"{1e3 * s:.3g} ms" for s in g.seconds)) for g, *fit in exponents]
+            tables.append(Table("growth measured on this machine", head, timed))
         return tables
 
 
@@ -176,7 +181,7 @@ def layer_kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[LayerKind, ...]:
     cells = {cell: Recurrent(1, d, cell=cell, attention="none") for cell in ("rnn", "gru", "lstm")}
     local, near = Attention(d, heads=1, pattern=window(w)), steps(kernel - 1, 1 if even else 2)
     dilated, past = convolution(causal=even, dilation=kernel), convolution(causal=True, dilation=kernel)
-    kd = "k·n·d²"
+    separable, kd = convolution(causal=even, separable=True), "k·n·d²"
     return (
         LayerKind(ATTENTION, Attention(d, heads=1), "n²·d + n·d²", "O(1)", "O(1)", lambda n: 1),
         LayerKind(RESTRICTED, local, "r·n·d + n·d²", "O(1)", "O(n/r)", steps(w)),
@@ -185,10 +190,8 @@ def layer_kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[LayerKind, ...]:
         LayerKind("causal convolution", convolution(causal=True), kd, "O(1)", "O(n/k)", steps(kernel - 1)),
         LayerKind("dilated convolution", dilated, kd, "O(1)", "O(log_k n)", powers(2)),
         LayerKind("dilated causal convolution", past, kd, "O(1)", "O(log_k n)", powers(1)),
-        LayerKind(
-            "separable convolution", convolution(causal=even, separable=True), "k·n·d + n·d²", "O(1)", "O(n/k)", near
-        ),
-    )  # fmt: skip
+        LayerKind("separable convolution", separable, "k·n·d + n·d²", "O(1)", "O(n/k)", near),
+    )
 
 
 def compare(
@@ -209,15 +212,9 @@ def compare(
     if kernel < 2:
         raise SpecError(f"kernel={kernel}: a kernel of size 1 does not connect positions; use 2 or more")
     kinds = layer_kinds(d, kernel, w)
-    rows = tuple(
-        LayerCost(
-            kind.name, kind.flops(n), kind.core_flops(n), n if kind.sequential_order == "O(n)" else 1,
-            kind.path_length(n), *kind.values(n), kind.complexity, kind.sequential_order, kind.path_order,
-        )
-        for kind in kinds
-    )  # fmt: skip
     lengths = (512, 1024, 2048, 4096) if measure is True else tuple(measure or ())
     measured = tuple(growth(kind, lengths) for kind in kinds) if lengths else ()
+    rows = tuple(kind.at(n) for kind in kinds)
     return Comparison(n, d, kernel, w, rows, crossovers(d, kernel), measured)
 
 
@@ -234,13 +231,9 @@ def crossovers(d: int, kernel: int = 3) -> tuple[Crossover, ...]:
     total, core = costs[ATTENTION], polynomial(kinds[ATTENTION].core_flops)
     costs |= {"attention core": core, "its projections": (total[0] - core[0], total[1] - core[1])}
     others = ("RNN", "GRU", "LSTM", "convolution", "separable convolution")
-    pairs = [
-        ("attention core", "its projections"),
-        ("attention core", "RNN"),
-        *((ATTENTION, o) for o in others),
-    ]
+    parts = [("attention core", "its projections"), ("attention core", "RNN")]
     result = []
-    for first, second in pairs:
+    for first, second in (*parts, *((ATTENTION, other) for other in others)):
         (a, b), (a_2, b_2) = costs[first], costs[second]
         n = (b_2 - b) / (a - a_2)
         exact, widths = int(n) if n.denominator == 1 else float(n), n / d
@@ -253,12 +246,11 @@ def growth(kind: LayerKind, lengths: Sequence[int], repeats: int = 10) -> Growth
     """The layer timed at each length, best of several runs, and the slope of log time against log length."""
     if len(lengths) < 2:
         raise SpecError(f"measure={tuple(lengths)}: fitting an exponent needs at least two lengths")
-    spec: Any = kind.spec
-    layer: Any = spec.build().eval()
-    if not isinstance(spec, Attention):
-        layer = layer.encoder if isinstance(spec, Recurrent) else layer.layers[-1]
+    layer: Any = kind.spec.build().eval()
+    if not isinstance(kind.spec, Attention):
+        layer = layer.encoder if isinstance(kind.spec, Recurrent) else layer.layers[-1]
     with torch.no_grad():
-        inputs = [torch.randn(1, n, spec.d_model) for n in lengths]
+        inputs = [torch.randn(1, n, kind.spec.d_model) for n in lengths]
         seconds = [time_call(partial(layer, x), "cpu", repeats, min) for x in inputs]
     flops = [kind.flops(n) for n in lengths]
     return Growth(kind.name, tuple(lengths), tuple(seconds), slope(lengths, seconds), slope(lengths, flops))
@@ -271,91 +263,3 @@ def slope(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
     2.0
     """
     return linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
-
-
-# -- how far information travels through a stack of layers: a bound, and the exact set of inputs --------------------
-
-
-@dataclass(frozen=True)
-class ReceptiveField:
-    """The number of inputs an output can depend on if each head attends to one position, with residuals."""
-
-    bound: int  # (heads + 1)^layers
-    clipped: int  # the bound, limited by the number of positions
-    neighbors: int  # if the heads attend 1, 2, …, heads positions back in every layer: heads · layers + 1
-
-
-def receptive_field(heads: int, layers: int, length: int | None = None) -> ReceptiveField:
-    """The bound counts the position itself; shifts of c · (heads + 1)^l, c = 1 … heads, in layer l reach it.
-
-    >>> receptive_field(8, 3, length=512)
-    ReceptiveField(bound=729, clipped=512, neighbors=25)
-    """
-    require_positive("heads", heads)
-    require_positive("layers", layers)
-    bound, near = (heads + 1) ** layers, heads * layers + 1
-    if length is None:
-        return ReceptiveField(bound, bound, near)
-    require_positive("length", length)
-    return ReceptiveField(bound, min(length, bound), min(length, near))
-
-
-def receptive_set(at: int, shifts: Sequence[Iterable[int]], length: int | None = None) -> frozenset[int]:
-    """The exact set of inputs of position `at`, if layer l attends to the position itself and shifts[l] back.
-
-    The last entry of `shifts` is the layer nearest to the output. Positions outside 0 … length − 1 are left out.
-
-    >>> sorted(receptive_set(10, [[1, 2], [3, 6]]))
-    [2, 3, 4, 5, 6, 7, 8, 9, 10]
-    >>> sorted(receptive_set(1, [[1], [1], [1]]))
-    [0, 1]
-    """
-    inputs = {at}
-    for layer in reversed(shifts):
-        inputs |= {i - s for i in inputs for s in tuple(layer)}
-        inputs = {i for i in inputs if i >= 0 and (length is None or i < length)}
-    return frozenset(inputs)
-
-
-def dependencies(pattern: Pattern, n: int, layers: int = 1, residual: bool = True) -> Bool[Tensor, "n n"]:
-    """Entry (i, j): whether output i depends on input j after this many layers. The boolean power of the pattern."""
-    require_positive("n", n)
-    require_positive("layers", layers)
-    power = _one_layer(pattern, n, residual)
-    result = torch.eye(n, dtype=torch.bool)
-    while layers:  # exponentiation by squaring
-        if layers & 1:
-            result = _compose(result, power)
-        power, layers = _compose(power, power), layers >> 1
-    return result
-
-
-def layers_to_connect(pattern: Pattern, n: int, residual: bool = True) -> int:
-    """The number of layers after which every output depends on every input (if causal: on every earlier input).
-
-    >>> from regard.pattern import every, window
-    >>> layers_to_connect(window(2), 16), layers_to_connect(window(2) | every(4), 16)
-    (8, 3)
-    """
-    require_positive("n", n)
-    powers = [_one_layer(pattern, n, residual)]
-    goal = causal().allowed(n) if (pattern - causal()).count(n) == 0 else torch.ones(n, n, dtype=torch.bool)
-    while not torch.equal(powers[-1] | ~goal, goal | ~goal):
-        if 1 << len(powers) > 2 * n:
-            raise SpecError(f"{pattern!r} never connects all {n} positions, whatever the number of layers")
-        powers.append(_compose(powers[-1], powers[-1]))
-    layers, reached = 0, torch.eye(n, dtype=torch.bool)
-    for k in reversed(range(len(powers))):  # the largest number of layers that does not connect, plus one
-        further = _compose(reached, powers[k])
-        if not torch.equal(further & goal, goal):
-            layers, reached = layers + (1 << k), further
-    return layers + 1
-
-
-def _one_layer(pattern: Pattern, n: int, residual: bool) -> Bool[Tensor, "n n"]:
-    allowed = pattern.allowed(n)
-    return allowed | torch.eye(n, dtype=torch.bool) if residual else allowed.clone()
-
-
-def _compose(a: Bool[Tensor, "n k"], b: Bool[Tensor, "k m"]) -> Bool[Tensor, "n m"]:
-    return (a.float() @ b.float()) > 0

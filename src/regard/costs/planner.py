@@ -3,22 +3,23 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import SpecError
+from ..machine import load_roofline
 from ..pattern import Pattern
 from ..spec.base import require_positive
+from ..table import ShownAsTables, Table
 from .gpus import Card, card
 from .memory.allocator import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
-from .subject import Runs, Subject, largest_of
-from .tables import ShownAsTables, Table
-from .time import Roofline, load_roofline, time_of
+from .subject import MAX_BATCH, Runs, Subject
+from .time import time_of
 from .trace.attention import A100, H200, Gpu
 
 SHARE = 0.9  # a plan uses this much of the memory; the rest is for the CUDA context and other libraries
@@ -137,42 +138,36 @@ def planned(model: Any, wanted: Wanted, progress: Callable[[str, int, int], None
     """The plan. progress: called with the choice that is searched for, how many are done, and how many there are."""
     memory, gpu, n, train, ranks, pattern = wanted
     subject = Subject.of(model)
-    require_positive("ranks", ranks)
-    if n is not None:
-        require_positive("n", n)
+    for name, given in (("ranks", ranks), ("n", 1 if n is None else n)):
+        require_positive(name, given)
     if pattern is not None:
         if not subject.declared:
             raise SpecError("pattern= replaces the pattern of a declaration; this model has none of ours")
         subject = Subject(_with_pattern(subject.model, pattern))
-    name = model if isinstance(model, str) and pattern is None else ""
-    length = subject.tokens or n or min(subject.max_n, DEFAULT_N)
-    search = _Search(subject, name, length, ranks)
-    choices: list[Choice] = []
-    options = list(_options(subject, train))
+    preset = model if isinstance(model, str) and pattern is None else ""
+    search = _Search(subject, preset, subject.tokens or n or min(subject.max_n, DEFAULT_N), ranks)
+    options, choices = list(_options(subject, train)), list[Choice]()
     chosen = {label: card(label) for label in map(str.strip, (gpu or "h100").split(","))}
-    count = len(chosen) * len(options)
     # The card with the most memory first: smaller batches lie between its traced runs.
     for label, own in sorted(chosen.items(), key=lambda pair: -pair[1].memory):
         on = own if memory is None else own._replace(memory=memory)
-        title = label if gpu else readable(on.memory)
-        each: list[Choice] = []
+        title, each = label if gpu else readable(on.memory), list[Choice]()
         for option in options:
             if progress is not None:
-                progress(f"{title}: {option.label}", len(choices) + len(each), count)
+                progress(f"{title}: {option.label}", len(choices) + len(each), len(chosen) * len(options))
             each.append(search.choice(title, on, option))
         best = max(each, key=lambda c: c.tokens_per_second)
         longest = search.longest(on, best)
         choices += [replace(c, longest_n=longest) if c is best else c for c in each]
     choices.sort(key=lambda c: -c.tokens_per_second)
-    shown = dict.fromkeys(c.gpu for c in choices) if gpu else {}
-    notes = [
+    exchange = "; the exchange between ranks is not counted" if ranks > 1 else ""
+    notes = (
         f"a batch is per rank; its predicted peak is at most {SHARE:.0%} of the memory; longest n: with a batch of 1",
-        "times are estimates from the rates of data sheets, or of `regard bench machine`"
-        + ("; the exchange between ranks is not counted" if ranks > 1 else ""),
-        *(f"{g}: {card(g).described}" for g in shown),
-    ]
-    described = name or (repr(subject.model) if subject.declared else type(subject.module).__name__)
-    return Plan(described, tuple(choices), tuple(notes))
+        f"times are estimates from the rates of data sheets, or of `regard bench machine`{exchange}",
+        *(f"{g}: {card(g).described}" for g in dict.fromkeys(c.gpu for c in choices) if gpu),
+    )
+    described = preset or (repr(subject.model) if subject.declared else type(subject.module).__name__)
+    return Plan(described, tuple(choices), notes)
 
 
 def _options(subject: Subject, train: bool) -> Iterator[Option]:
@@ -202,33 +197,34 @@ class _Search:
 
     def _traced(self, n: int, batch: int, option: Option, gpu: Gpu) -> Run:
         dtype = torch.bfloat16 if option.training is None else torch.float32
-        setting = self.subject.setting(Size(n, n, batch), option.training, dtype, "cuda", gpu)
-        return run(replace(setting, cached=option.cached))
+        where = {"dtype": dtype, "device": "cuda", "gpu": gpu, "cached": option.cached}
+        return run(self.subject.setting(Size(n, n, batch), option.training, **where))
 
     def runs(self, vary: str, option: Option, on: Card) -> Runs:
         """By batch, or by length in steps of 64 with a batch of 1."""
-        own = H200 if on.capability >= (9, 0) else A100
-        for gpu in (own, A100 if own is H200 else H200):
+        own, other = (H200, A100) if on.gpu.capability >= (9, 0) else (A100, H200)
+        for gpu in (own, other):
             runs = self.made.get((vary, option, gpu))
             if runs is not None and (gpu is own or not any(r.trace.by_card for r in runs.known.values())):
                 return runs
 
         def at(x: int) -> Run:
-            n, batch = (self.n, x) if vary == "batch" else (x * STEP_N, 1)
-            return self.traced(n, batch, option, own)
+            return self.traced(*((self.n, x) if vary == "batch" else (x * STEP_N, 1)), option, own)
 
         return self.made.setdefault((vary, option, own), Runs(at, 1 if vary == "batch" else 2))
 
     def choice(self, label: str, on: Card, option: Option) -> Choice:
-        budget, runs = int(SHARE * on.memory), self.runs("batch", option, on)
-        batch = largest_of(runs, budget, on.gpu, self.ranks, expandable=True)
-        peak = runs.peak(max(batch, 1), on.gpu, self.ranks, True)
-        if not batch:
-            return Choice(label, on.memory, option, self.n, 0, self.ranks, peak, 0.0, "")
-        phases = time_of(runs.work(batch), _roofline(label, on)).phases
-        seconds = phases["decode"] if option.cached else sum(phases.values())
-        code = code_of(self.subject, self.name, self.n, batch, option, self.ranks)
-        return Choice(label, on.memory, option, self.n, batch, self.ranks, peak, seconds, code)
+        runs = self.runs("batch", option, on)
+        peak = partial(runs.peak, gpu=on.gpu, ranks=self.ranks, expandable=True)
+        batch, seconds, code = runs.largest(peak, int(SHARE * on.memory), MAX_BATCH), 0.0, ""
+        if batch:
+            stored = load_roofline()
+            measured = stored is not None and label in stored.machine.lower()
+            phases = time_of(runs.work(batch), stored if stored and measured else on.roofline(label)).phases
+            seconds = phases["decode"] if option.cached else sum(phases.values())
+            code = code_of(self.subject, self.name, self.n, batch, option, self.ranks)
+        used = peak(max(batch, 1))
+        return Choice(label, on.memory, option, self.n, batch, self.ranks, used, seconds, code)
 
     def longest(self, on: Card, choice: Choice) -> int | None:
         """The longest n that fits with a batch of 1, in steps of 64; None where the model determines it."""
@@ -239,50 +235,33 @@ class _Search:
         start = max(1, min(self.n // STEP_N, limit // 4))
         for steps in {min(k * start, limit) for k in (1, 2, 4)} if limit else ():
             runs.at(steps)
-        budget = int(SHARE * on.memory)
-        steps = largest_of(runs, budget, on.gpu, self.ranks, True, limit)
-        # Kernels round lengths up, so the parabola is checked where it ends.
-        while steps and runs.at(steps) and runs.peak(steps, on.gpu, self.ranks, True) > budget:
-            steps -= max(1, steps // 200)
-        return STEP_N * steps or None
-
-
-def _roofline(label: str, on: Card) -> Roofline:
-    stored = load_roofline()
-    return stored if stored is not None and label in stored.machine.lower() else on.roofline(label)
+        peak = partial(runs.peak, gpu=on.gpu, ranks=self.ranks, expandable=True)
+        return STEP_N * runs.largest(peak, int(SHARE * on.memory), limit, check=True) or None
 
 
 def code_of(subject: Subject, name: str, n: int, batch: int, option: Option, ranks: int = 1) -> str:
     """A program that runs one step of this choice."""
-    t = option.training
-    head = ['import os; os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"']
+    lines = [f"# torchrun --nproc-per-node {ranks} plan.py"] if ranks > 1 else []
+    lines.append('import os; os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"')
+    lines.append(f"import torch, {'' if subject.declared else 'transformers, '}regard as rg")
+    lines += ["rg.costs.join_ranks()"] if ranks > 1 else []
     if subject.declared:
-        source, imported = "declared", "torch, regard as rg"
-        declared = f"rg.preset({name!r})" if name else f"rg.spec.from_json({subject.model.json()!r})"
-        build = [f"declared = {declared}", "model = declared.build().cuda()"]
+        source = f"rg.preset({name!r})" if name else f"rg.spec.from_json({subject.model.json()!r})"
+        lines += [f"declared = {source}", "model = declared.build().cuda()"]
     else:
         config: Any = subject.module.config
-        source, imported = "model", "torch, transformers, regard as rg"
-        build = [
-            f"config = transformers.{type(config).__name__}.from_dict({config.to_diff_dict()!r})",
-            f"model = transformers.{type(subject.module).__name__}(config).cuda()",
-        ]
-    head.append(f"import {imported}")
-    if ranks > 1:
-        head = [f"# torchrun --nproc-per-node {ranks} plan.py", *head, "rg.costs.join_ranks()"]
-        build.append("rg.costs.shard(model)")
-    inputs = f"inputs, targets = rg.costs.example({source}, n={n}, batch={batch})"
-    if t is not None:
-        step = [f"step = rg.costs.stepping(model, inputs, targets, rg.{t!r})", "step()"]
+        lines.append(f"config = transformers.{type(config).__name__}.from_dict({config.to_diff_dict()!r})")
+        lines.append(f"model = transformers.{type(subject.module).__name__}(config).cuda()")
+    lines += ["rg.costs.shard(model)"] if ranks > 1 else []
+    model = "declared" if subject.declared else "model"
+    lines.append(f"inputs, targets = rg.costs.example({model}, n={n}, batch={batch})")
+    if option.training is not None:
+        step = f"step = rg.costs.stepping(model, inputs, targets, rg.{option.training!r})\nstep()"
     elif option.cached:
-        step = ["model = model.bfloat16().eval()", "rg.costs.generate_one(model, inputs)"]
+        step = "model = model.bfloat16().eval()\nrg.costs.generate_one(model, inputs)"
     else:
-        step = [
-            "model = model.bfloat16().eval()",
-            "with torch.no_grad():",
-            "    rg.costs.call(model, inputs)",
-        ]
-    return "\n".join([*head, *build, inputs, *step])
+        step = "model = model.bfloat16().eval()\nwith torch.no_grad():\n    rg.costs.call(model, inputs)"
+    return "\n".join([*lines, step])
 
 
 def _with_pattern(declared: Any, pattern: Pattern) -> Any:

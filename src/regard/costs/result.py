@@ -1,26 +1,32 @@
-"""The cost of a model as a value, and conclusions from it: savings, the bottleneck, orders of products."""
+"""The cost of a model as a value, conclusions from it (savings, the bottleneck, orders of products), its table."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import SpecError
+from ..formulas import RelativeOrders, ScoreOrders, latex_table, leading_order, relative_orders, score_orders
 from ..position import quadratic
 from ..spec import Attention, FeedForward, Spec
 from ..spec.attention import BIASES
-from . import tables
+from ..table import ShownAsTables, Table
 from .flops.models import build_tree
+from .memory.allocator import readable
 from .sizes import Symbols
 from .trace.tracer import merged
 from .tree import Amount, Amounts, Pairs, Part
 
+CONVENTION = (
+    "a multiply-add is 2 FLOPs; FLOPs are those of matrix products; "
+    "a softmax over m entries is 5m − 2 elementwise FLOPs"
+)
 CORE = ("scores", "mixing")
 PROJECTIONS = ("q", "k", "v", "output", "w_q", "w_k")
 
 
-@dataclass(frozen=True)
-class Saving:
+class Saving(NamedTuple):
     """The share of FLOPs that the patterns save compared with full attention."""
 
     core: float  # of scores and mixing, by the pairs that the pattern allows
@@ -35,8 +41,7 @@ class Saving:
         )
 
 
-@dataclass(frozen=True)
-class Bottleneck:
+class Bottleneck(NamedTuple):
     """The kind of work with the most FLOPs, and its arithmetic intensity."""
 
     part: str  # projections, core, feed-forward, head or rest
@@ -61,64 +66,8 @@ class Bottleneck:
         )
 
 
-@dataclass(frozen=True)
-class ScoreOrders:
-    """FLOPs of all content scores x_i W_q W_kᵀ x_jᵀ of one attention, in three orders of the same products.
-
-    naive      every pair projects its query and its key        n·m·(2·d·d_k + 2·d·d_k + 2·d_k) per head
-    projected  every vector is projected once                   2·n·d·h·d_k + 2·m·d·h·d_k + 2·n·m·h·d_k
-    merged_qk  W_q W_kᵀ first, then x (W_q W_kᵀ) xᵀ             2·d·d_k·d + 2·n·d·d + 2·n·m·d per head
-    """
-
-    naive: Amount
-    projected: Amount
-    merged_qk: Amount
-
-
-def score_orders(
-    n: Amount, m: Amount, d: Amount, heads: Amount = 1, d_k: Amount | None = None
-) -> ScoreOrders:
-    """FLOPs of content scores in three orders; the sizes may be numbers or symbols.
-
-    >>> score_orders(1000, 1000, 512)
-    ScoreOrders(naive=1049600000000, projected=2072576000, merged_qk=1816723456)
-    """
-    d_k = d if d_k is None else d_k
-    return ScoreOrders(
-        naive=heads * n * m * (4 * d * d_k + 2 * d_k),
-        projected=heads * (2 * n * d * d_k + 2 * m * d * d_k + 2 * n * m * d_k),
-        merged_qk=heads * (2 * d * d_k * d + 2 * n * d * d + 2 * n * m * d),
-    )
-
-
-@dataclass(frozen=True)
-class RelativeOrders:
-    """FLOPs of scores r_{j−i} · v of relative positions with d_p features: per pair, or per distinct offset."""
-
-    per_pair: Amount
-    offsets: Amount  # the number of distinct offsets: n + m − 1 on a line
-    per_offset: Amount
-    with_content: Amount  # per pair, plus content scores with each vector projected once
-
-
-def relative_orders(
-    n: Amount, m: Amount, d_p: Amount, d: Amount, heads: Amount = 1, offsets: Amount | None = None
-) -> RelativeOrders:
-    """FLOPs of position scores, and together with content scores of heads of width d / heads.
-
-    offsets: the number of distinct offsets; needed on a grid.
-
-    >>> relative_orders(1000, 1000, 3, 512)
-    RelativeOrders(per_pair=6000000, offsets=1999, per_offset=11994, with_content=2078576000)
-    """
-    offsets = n + m - 1 if offsets is None else offsets
-    per_pair = 2 * heads * n * m * d_p
-    content = score_orders(n, m, d).projected  # for any number of heads: together their width is d
-    return RelativeOrders(per_pair, offsets, 2 * heads * offsets * d_p, content + per_pair)
-
-
 @dataclass(frozen=True, repr=False)
-class Cost(tables.ShownAsTables):
+class Cost(ShownAsTables):
     """The cost of a model. `print` it for a table; `total`, `tree` and `json()` are for programs."""
 
     name: str  # what was priced
@@ -195,25 +144,15 @@ class Cost(tables.ShownAsTables):
     @property
     def order(self) -> Any:
         """The leading order of the FLOPs: the monomials that no other monomial dominates, without coefficients."""
-        formula = self.formula  # which names the extra if sympy is missing
-        import sympy
-
-        def powers(term: Any) -> dict[Any, Any]:
-            return {base: power for base, power in term.as_powers_dict().items() if base.free_symbols}
-
-        terms = [powers(t) for t in sympy.Add.make_args(sympy.sympify(formula)) if t != 0]
-
-        def dominated(term: dict[Any, Any]) -> bool:
-            others = (t for t in terms if t != term)
-            return any(all(other.get(base, 0) >= p for base, p in term.items()) for other in others)
-
-        leading = {sympy.Mul(*(base**p for base, p in t.items())) for t in terms if not dominated(t)}
-        return sympy.Add(*leading)
+        return leading_order(self.formula)
 
     @property
     def latex(self) -> str:
-        """A LaTeX array of formulas, term by term: parameters, FLOPs, elementwise FLOPs."""
-        return tables.latex(self.symbolic)
+        """A LaTeX array of formulas, term by term, and their sums: parameters, FLOPs, elementwise FLOPs."""
+        head = ("term", "parameters", "FLOPs", "elementwise FLOPs")
+        rows = [(name, a.parameters, a.flops, a.elementwise_flops) for name, a in self.symbolic.terms()]
+        a = self.symbolic.total
+        return latex_table(head, rows, (a.parameters, a.flops, a.elementwise_flops))
 
     @cached_property
     def biases(self) -> dict[str, int] | None:
@@ -221,15 +160,17 @@ class Cost(tables.ShownAsTables):
         if self.request is None:
             return None
         variants = {word: _with_biases(self.request.spec, word) for word in BIASES}
-        trees = {word: build_tree(replace(self.request, spec=spec))[0] for word, spec in variants.items()}
-        return {word: tree.total.parameters for word, tree in trees.items()}
+        return {word: self._tree(spec=spec).total.parameters for word, spec in variants.items()}
+
+    def _tree(self, **changed: Any) -> Part:
+        return build_tree(replace(self.request, **changed))[0]
 
     @cached_property
     def saving(self) -> Saving | None:
         """The share of FLOPs that the patterns save, in the attention core and in total; None if traced."""
         if self.request is None:
             return None
-        dense, _ = build_tree(replace(self.request, dense=True))
+        dense = self._tree(dense=True)
         core, dense_core, total = core_of(self.tree), core_of(dense), self.total.flops
 
         def saved(now: Amount, before: Amount) -> float:
@@ -247,7 +188,7 @@ class Cost(tables.ShownAsTables):
         """The kind of work with the most FLOPs, and why; None if there are no matrix products."""
         kinds: dict[str, Amounts] = {}
         for path, amounts in self.tree.terms():
-            kind = _module_of(path) if self.request is None else _kind_of(path)
+            kind = _kind_of(path, traced=self.request is None)
             kinds[kind] = kinds.get(kind, Amounts()) + amounts
         if not self.total.executed_flops:
             return None
@@ -284,26 +225,119 @@ class Cost(tables.ShownAsTables):
         return {
             "name": self.name,
             "sizes": {k: v if isinstance(v, int | float | str) else str(v) for k, v in self.sizes.items()},
-            "convention": tables.CONVENTION,
+            "convention": CONVENTION,
             "total": self.total.plain(),
             "biases": self.biases,
             "pairs": [p.plain() for p in self.pairs],
-            **{name: None if c is None else asdict(c) for name, c in conclusions.items()},
+            **{name: None if c is None else c._asdict() for name, c in conclusions.items()},
             "memory": None if self.memory is None else self.memory.plain(),
             "uncounted": list(self.uncounted),
             "notes": list(self.notes),
             "tree": self.tree.plain(),
         }
 
-    def table(self, depth: int | None = None) -> tables.Table:
-        """The table to this depth of the tree: `.text()`, `.rich()`, `.html()`."""
-        return tables.table(self, depth)
-
-    def tables(self) -> list[tables.Table]:
+    def tables(self) -> list[Table]:
         return [self.table()]
 
+    def table(self, depth: int | None = None) -> Table:
+        """The tree to this depth, in amounts of the whole model: `.text()`, `.rich()` or `.html()`."""
+        total, train, traced, lines = self.total, self.sizes.get("train"), self.request is None, []
+        wanted = {
+            "parameters": True,
+            "flops": True,
+            "executed_flops": total.executed_flops != total.flops,
+            "backward_flops": train,
+            "executed_backward_flops": train and total.executed_backward_flops != total.backward_flops,
+            "elementwise_flops": total.elementwise_flops,
+        }
+        columns = [name for name in wanted if wanted[name]]
+        for path, part, times in self.tree.nodes():
+            # The operations of a traced module are left out, but for attention: they would double the table.
+            at, term = path.count("/") + 1 if path else 0, not part.parts and not part.own.parameters
+            operation = traced and path and term and "attention" not in part.name
+            if operation or (depth is not None and at > depth):
+                continue
+            amounts = part.total * times
+            numbers = (getattr(amounts, name) for name in columns)
+            cells = ("" if x == 0 else f"{x:,}" if isinstance(x, int) else str(x) for x in numbers)
+            share = f"{amounts.flops / total.flops:.1%}" if total.flops and amounts.flops else ""
+            name = part.name if part.times == 1 else f"{part.name} × {part.times}"
+            lines.append(("  " * at + name, *cells, share, f"({part.note})" if part.note else ""))
+        headings = (c.removesuffix("_flops").replace("flops", "FLOPs").replace("_", " ") for c in columns)
+        sizes = ", ".join(k if v is True else f"{k} = {v}" for k, v in self.sizes.items() if v is not False)
+        name = self.name if len(self.name) <= 100 else self.name[:97] + "…"
+        above = f"{name}\n{sizes}" + (f"\n{self._summary()}" if self.sizes else "")
+        return Table(above, ("", *headings, "share", ""), lines, tuple(self._remarks()))
+
+    def _summary(self) -> str:
+        """Parameters, FLOPs and peak memory, in one line."""
+        words = [f"{short(self.parameters)} parameters", f"{short(self.flops)}FLOP"]
+        if self.sizes.get("train"):
+            words[-1] += f" forward, {short(self.total.backward_flops)}FLOP backward"
+        if self._shows_memory:
+            peak, kind = self.memory.usage.peak, "training" if self.memory.trains else "inference"
+            words.append(f"{kind} peak {readable(peak)} (weights {readable(self.memory.weights)})")
+        return ", ".join(words)
+
+    @property
+    def _shows_memory(self) -> bool:
+        """Whether memory was computed or a training step was requested: a trace takes longer than the formulas."""
+        wanted = self.sizes.get("train") or "memory" in vars(self) or self.request is None
+        return bool(wanted) and self.memory is not None
+
+    def _remarks(self) -> list[str]:
+        """The lines below the table: biases, pairs, savings, orders of products, bottleneck, memory, convention."""
+        lines, counts = [], self.biases or {}
+        if len(set(counts.values())) > 1:
+            lines.append(
+                f"parameters: {counts['none']:,} without biases, {counts['output']:,} with output biases only, "
+                f"{counts['all']:,} with all biases"
+            )
+        attentions = Counter(  # equal attentions of several layers are one line
+            f"pairs in {merged(p.path)}: {p.pattern} allows {p.needed:,} of {p.full:,}; "
+            f"backend {p.backend} computes {p.computed:,} ({p.waste:.2f} × needed)"
+            for p in self.pairs
+        )
+        lines += [line if times == 1 else f"{line}, {times} times" for line, times in attentions.items()]
+        if self.saving is not None and self.saving.core:
+            lines.append(str(self.saving))
+        if (orders := self.score_orders) is not None:
+            lines.append(
+                f"FLOPs of all scores: {orders.projected:,} if each vector is projected once; {orders.merged_qk:,} "
+                f"with W_q W_kᵀ merged; {orders.naive:,} if each pair projects its vectors"
+            )
+        if (relative := self.position_orders) is not None:
+            lines.append(
+                f"FLOPs of position scores: {relative.per_pair:,} if computed for each pair; "
+                f"{relative.per_offset:,} for each of {relative.offsets:,} distinct offsets"
+            )
+        if (bottleneck := self.bottleneck) is not None:
+            lines.append(str(bottleneck))
+        if self._shows_memory:
+            width = max(len(name) for name, _ in self.memory.rows())
+            for name, size in self.memory.rows():
+                text = size if isinstance(size, str) else f"{size:>18,} bytes  {readable(size):>12}"
+                lines.append(f"memory  {name:<{width}}  {text}")
+            lines.append(self.explain_peak())
+        elif self.request is not None:
+            lines.append("memory  peaks are computed on request: cost.memory")
+        lines += [f"not counted: {name}" for name in self.uncounted]
+        return [*lines, *(f"assumed: {note}" for note in self.notes), CONVENTION]
+
     def __repr__(self) -> str:
-        return f"<Cost of {self.name[:60]}: {tables.summary(self)}>"
+        return f"<Cost of {self.name[:60]}: {self._summary()}>"
+
+
+def short(amount: Any) -> str:
+    """A number with three digits and a prefix.
+
+    >>> short(124_439_808), short(950)
+    ('124 M', '950')
+    """
+    for unit, name in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if amount >= unit:
+            return f"{amount / unit:.3g} {name}"
+    return f"{amount}"
 
 
 def core_of(tree: Part) -> Amounts:
@@ -325,9 +359,11 @@ def _with_biases(spec: Any, biases: str) -> Any:
     return replace(spec, **{k: _with_biases(s, biases) for k, s in inside.items() if isinstance(s, Spec)})
 
 
-def _kind_of(path: str) -> str:
-    """The kind of work of a term of a declaration."""
-    last = path.rpartition("/")[2]
+def _kind_of(path: str, traced: bool) -> str:
+    """The kind of work of a term; of a traced module, where it is not attention, its path with layers merged."""
+    inside, _, last = path.rpartition("/")
+    if traced:
+        return "core" if "attention" in last else merged(inside) or last
     if "feed_forward/" in path:
         return "feed-forward"
     if "head/" in path or last in ("head", "logits"):
@@ -335,23 +371,14 @@ def _kind_of(path: str) -> str:
     return "core" if last in CORE else "projections" if last in PROJECTIONS else "rest"
 
 
-def _module_of(path: str) -> str:
-    """For a traced module: the attention core, or the module of a term, with layers merged (`layers.*.linear1`)."""
-    inside, _, last = path.rpartition("/")
-    return "core" if "attention" in last else merged(inside) or last
-
-
 def _why(part: str, kinds: dict[str, Amounts]) -> str:
     core, projections = (kinds.get(k, Amounts()).executed_flops for k in ("core", "projections"))
-    reasons = {
+    if part == "core" and projections:
+        return f"pairs grow as n·m, projections as n + m: here {core / projections:.1f} times the projections"
+    if part == "projections" and core:
+        return f"few pairs for this width: {projections / core:.1f} times the attention core"
+    return {
         "core": "more than everything else",
         "feed-forward": "its matrices are the widest",
         "head": "the vocabulary is larger than all layers together",
-    }
-    if core and projections:
-        ratio = f"here {core / projections:.1f} times the projections"
-        reasons["core"] = f"pairs grow as n·m, projections as n + m: {ratio}"
-        reasons["projections"] = (
-            f"few pairs for this width: {projections / core:.1f} times the attention core"
-        )
-    return reasons.get(part, "there is no attention in it")
+    }.get(part, "there is no attention in it")

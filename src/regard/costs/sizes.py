@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import SpecError
-from ..pattern import Pattern, causal, full, window
+from ..formulas import Symbols, pair_count
+from ..pattern import Pattern
 from ..spec import Attention, Sizes
 from .tree import Amount
 
@@ -42,30 +42,6 @@ class Request:
         """The dtype of the matrix products: that of autocast where the training step uses it."""
         low = getattr(self.train, "autocast", None)
         return self.dtype if low is None else getattr(torch, low)
-
-
-class Symbols:
-    """Reads every size as a symbol; `values` maps each symbol to its number, so that a formula can be evaluated.
-
-    A name that is used for two different numbers becomes two symbols, for example d_ff and d_ff_2.
-    """
-
-    def __init__(self):
-        try:
-            import sympy
-        except ModuleNotFoundError as missing:
-            raise SpecError(
-                "formulas need sympy, which is not installed: pip install 'regard[cost]'"
-            ) from missing
-        self.sympy = sympy
-        self.values: dict[Any, int] = {}
-
-    def size(self, name: str, value: int) -> Amount:
-        for k in range(1, 100):
-            symbol = self.sympy.Symbol(name if k == 1 else f"{name}_{k}", integer=True, positive=True)
-            if self.values.setdefault(symbol, value) == value:
-                return symbol
-        raise AssertionError(f"a hundred sizes called {name}")
 
 
 @dataclass(frozen=True)
@@ -120,20 +96,7 @@ class Scope:
         """A number of pairs; as a formula a closed form, where one is known and evaluates to exactly this number."""
         if self.symbols is None:
             return value
-        closed = _closed_form(pattern, self.n, self.m)
-        if closed is not None and self.symbols.sympy.sympify(closed).subs(self.symbols.values) == value:
-            return self.symbols.sympy.sympify(closed)
-        return self.n * self.m if value == self.queries * self.keys else self.size(name, value)
-
-
-def _closed_form(pattern: Pattern, n: Amount, m: Amount) -> Amount | None:
-    """The number of allowed pairs, for n = m no shorter than the window."""
-    match pattern:
-        case full():
-            return n * m
-        case causal():
-            return n * (n + 1) / 2
-        case window(before, after):
-            b, a = before, before if after is None else after
-            return (n * (2 * (b + a + 1)) - b * (b + 1) - a * (a + 1)) / 2
-    return None
+        n, closed = self.n, pair_count(pattern, self.n, self.m)
+        if closed is not None and closed.subs(self.symbols.values) == value:
+            return closed
+        return n * self.m if value == self.queries * self.keys else self.size(name, value)

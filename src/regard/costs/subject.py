@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..errors import SpecError
+from ..nested import map_leaves
+from ..nn.example_inputs import example_inputs, example_targets
 from ..spec.base import require_known, require_positive
 from .memory.runs import Run, Setting, prompt, run
 from .memory.step import Optimizer, TrainingStep, autocast_region, loss_of, prepare, training_of
 from .sizes import Request, Size
 from .trace.attention import H200, Gpu
-from .trace.tracer import Trace, Work
+from .trace.tracer import Work
 
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "MTModel")
 CLASSIFIERS = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
@@ -56,11 +58,9 @@ class Subject:
     @property
     def tokens(self) -> int | None:
         """The length of an image model, which its image determines."""
-        if self.declared:
+        if self.declared or not reads_pixels(self.model):
             return getattr(self.model, "tokens", None)
         config: Any = self.module.config
-        if getattr(self.module, "main_input_name", "") != "pixel_values" or hasattr(config, "vocab_size"):
-            return None
         return (_side(config.image_size) // _side(getattr(config, "patch_size", 1))) ** 2
 
     @property
@@ -73,28 +73,24 @@ class Subject:
         table = None if getattr(position, "beyond", "") == "resample" else getattr(position, "table", None)
         return table if isinstance(table, int) else NO_LIMIT
 
-    def setting(
-        self,
-        size: Size,
-        training: TrainingStep | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        gpu: Gpu = H200,
-    ) -> Setting:
-        """The model with inputs of this size."""
+    def setting(self, size: Size, training: TrainingStep | None = None, **where: Any) -> Setting:
+        """The model with inputs of this size. where: dtype, device, gpu."""
         if self.declared:
-            targets = None if training is None else declared_targets(self.model, size)
-            given: tuple[tuple, dict] = (declared_inputs(self.model, size, dtype), {})
+            targets = None if training is None else example_targets(self.model, size.n, size.batch)
+            inputs = example_inputs(self.model, *size, where.get("dtype", torch.float32))
+            given: tuple[tuple, dict] = (inputs, {})
         else:
             labels = training is not None and training.loss is None
             targets, given = None, ((), generated_inputs(self.module, size, labels))
-        return Setting(self.module, given, targets, dtype, training, device, gpu, evaluate=training is None)
+        return Setting(self.module, given, targets, training=training, evaluate=training is None, **where)
+
+    def setting_of(self, request: Request, size: Size | None = None) -> Setting:
+        """The model as requested, or at another size."""
+        where = {"dtype": request.dtype, "device": request.device}
+        return self.setting(size or request.size, training_of(request.train), **where)
 
     def fits(self, request: Request, budget: int, vary: str = "batch") -> int:
-        """The largest batch (or n, with `vary="n"`) whose peak is at most `budget` bytes; 0 if none fits.
-
-        Found between traced runs, since memory grows with both. m follows n if the two are equal.
-        """
+        """The largest batch, or n (with m, if the two are equal), whose peak is at most `budget` bytes; 0 if none."""
         require_known("vary", vary, ("batch", "n"))
         require_positive("budget", budget)
         if vary == "n" and self.tokens is not None:
@@ -103,11 +99,12 @@ class Subject:
 
         def at(x: int) -> Run:
             size = Size(n, m, x) if vary == "batch" else Size(x, x if m == n else m, batch)
-            return run(self.setting(size, training_of(request.train), request.dtype, request.device))
+            return run(self.setting_of(request, size))
 
-        if vary == "batch":
-            return largest_of(Runs(at, 1), budget, H200)
-        return largest(lambda x: at(x).usage().peak, budget, self.max_n)
+        if vary == "n":
+            return largest(lambda x: at(x).usage().peak, budget, self.max_n)
+        runs = Runs(at, 1)
+        return runs.largest(lambda x: runs.peak(x, H200), budget, MAX_BATCH)
 
 
 class Runs:
@@ -130,6 +127,25 @@ class Runs:
         """With the sizes of x, in the order of the nearest known run that runs alike."""
         nearest = self.known[min(self._near(x), key=lambda k: abs(k - x))]
         return nearest.usage(sizes=self.sizes(x, gpu), ranks=ranks, expandable=expandable).peak
+
+    def largest(self, peak: Callable[[int], int], budget: int, limit: int, check: bool = False) -> int:
+        """The largest size up to the limit whose peak is at most the budget; 0 if none fits. check: trace it too."""
+        if not limit:
+            return 0
+        if not self.known:
+            self.at(1)
+        for _ in range(6):
+            x = largest(peak, budget, limit)
+            if x <= 1 or self.reaches(x):
+                break
+            # A little above what is likely the largest, so that the next estimate lies between two runs.
+            beyond = x if len(self.known) == 1 else x // 8
+            self.at(min(x + beyond, limit) if x > max(self.known) else x)
+        else:
+            check = True
+        while check and x and self.at(x) and peak(x) > budget:  # the peak of a known run is exact
+            x -= max(1, x // 200)
+        return x
 
     def reaches(self, x: int) -> bool:
         """Whether x is a known run, or lies between runs that decide it."""
@@ -170,58 +186,30 @@ class Runs:
         """The known sizes that decide x: itself, or the nearest that run alike, with one above if there is one."""
         if x in self.known:
             return [x]
-        above = sorted(k for k in self.known if k > x)[: self.degree]
-        first = above[0] if above else max(self.known)
-        alike = [k for k, run in self.known.items() if self._alike(run.trace, self.known[first].trace)]
-        nearest = sorted(alike, key=lambda k: abs(k - x))
-        chosen = [first, *(k for k in nearest if k != first and (k < x or not above or self.degree > 1))]
-        return sorted(chosen[: self.degree + 1])
 
-    @staticmethod
-    def _alike(a: Trace, b: Trace) -> bool:
-        same = a.meter.events == b.meter.events and a.meter.needs.keys() == b.meter.needs.keys()
-        return same and len(a.work) == len(b.work)
+        def order(k: int) -> tuple:
+            trace = self.known[k].trace
+            return trace.meter.events, trace.meter.needs.keys(), len(trace.work)
+
+        above = [k for k in self.known if k > x]
+        first = min(above) if above else max(self.known)
+        others = sorted((k for k in self.known if k != first), key=lambda k: abs(k - x))
+        alike = [k for k in others if (k < x or not above or self.degree > 1) and order(k) == order(first)]
+        return sorted([first, *alike[: self.degree]])
 
 
 def _polynomial(points: list[int], values: list[list[int]], x: int) -> list[int]:
     """Values at x of the polynomials through the values at the points."""
     if len(points) == 1:
         return values[0]
-    total = torch.zeros(len(values[0]), dtype=torch.float64)
-    for i, a in enumerate(points):
-        weight = prod((x - b) / (a - b) for j, b in enumerate(points) if j != i)
-        total += weight * torch.tensor(values[i], dtype=torch.float64)
-    return total.round().long().tolist()
-
-
-def largest_of(
-    runs: Runs, budget: int, gpu: Gpu, ranks: int = 1, expandable: bool = False, limit: int = MAX_BATCH
-) -> int:
-    """The largest size up to the limit whose peak is at most the budget; 0 if none fits."""
-    if not limit:
-        return 0
-    if not runs.known:
-        runs.at(1)
-
-    def peak(x: int) -> int:
-        return runs.peak(x, gpu, ranks, expandable)
-
-    for _ in range(6):
-        x = largest(peak, budget, limit)
-        if x <= 1 or runs.reaches(x):
-            return x
-        # A little above what is likely the largest, so that the next estimate lies between two runs.
-        beyond = x if len(runs.known) == 1 else x // 8
-        runs.at(min(x + beyond, limit) if x > max(runs.known) else x)
-    while x and runs.at(x) and peak(x) > budget:  # the peak of a known run is exact
-        x -= max(1, x // 200)
-    return x
+    weights = [prod((x - b) / (a - b) for b in points if b != a) for a in points]
+    columns = torch.tensor(values, dtype=torch.float64)
+    return (torch.tensor(weights, dtype=torch.float64) @ columns).round().long().tolist()
 
 
 def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> int:
     """The largest size up to `limit` whose peak is at most the budget, for a peak that grows with the size."""
-    low, low_peak, high, high_peak = 0, 0, limit + 1, 0
-    halve = False
+    low, low_peak, high, high_peak, halve = 0, 0, limit + 1, 0, False
     while high - low > 1:
         if not high_peak:  # an upper bound, by what the last size leaves free
             size = min(limit, max(1, low * min(64, max(2, 2 * budget // max(low_peak, 1)))))
@@ -237,43 +225,6 @@ def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> i
     return low
 
 
-# -- declarations -------------------------------------------------------------------------------------------------
-
-
-def declared_inputs(declared: Any, size: Size, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """Inputs of the right shapes: ids, vectors or pixels; where a model has a context, that too."""
-
-    def sequence(part: Any, length: int, width: int | None = None) -> Tensor:
-        if getattr(part, "embedding", None) is not None or getattr(part, "vocab", None) is not None:
-            return torch.zeros(size.batch, length, dtype=torch.long)
-        shape = (size.batch, length, part.d_model if width is None else width)
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    match declared:
-        case spec.EncoderDecoder():
-            return sequence(declared.encoder, size.m), sequence(declared.decoder, size.n)
-        case spec.Recurrent():
-            return sequence(declared, size.m), sequence(declared, size.n)
-        case spec.Vision():
-            return (torch.empty(size.batch, declared.channels, *declared.image, dtype=dtype, device="meta"),)
-    given = [sequence(declared, size.n)]
-    inner = getattr(declared, "block", declared)
-    cross = inner if isinstance(inner, spec.Attention) else getattr(inner, "cross", None)
-    if cross is not None and (cross is not declared or cross.d_context is not None):
-        given.append(sequence(cross, size.m, cross.sizes.d_context))
-    return tuple(given)
-
-
-def declared_targets(declared: Any, size: Size) -> Tensor | None:
-    """Class or token ids, if the model has a head that scores them."""
-    match getattr(getattr(declared, "decoder", declared), "head", None):
-        case spec.ClassifierHead():
-            return torch.zeros(size.batch, dtype=torch.long)
-        case spec.LanguageHead() | spec.MaskedHead():
-            return torch.zeros(size.batch * size.n, dtype=torch.long)
-    return None
-
-
 # -- Hugging Face -------------------------------------------------------------------------------------------------
 
 
@@ -283,12 +234,8 @@ def is_config(model: Any) -> bool:
 
 def build(config: Any) -> nn.Module:
     """The model of a configuration on meta tensors, of the architecture that it names if any."""
-    try:
-        import transformers
-    except ModuleNotFoundError as missing:
-        raise SpecError(
-            "a Hugging Face configuration needs transformers: pip install 'regard[huggingface]'"
-        ) from missing
+    import transformers  # which made the configuration
+
     name = (getattr(config, "architectures", None) or [None])[0]
     kind = getattr(transformers, name, None) if name else None
     if name and kind is None:
@@ -302,16 +249,13 @@ def build(config: Any) -> nn.Module:
 
 
 def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict[str, Tensor]:
-    """Inputs of the right shapes: pixels, sound or token ids; for an encoder-decoder source and target ids.
-
-    labels: also what the model's own loss compares with, where it has one.
-    """
+    """Inputs of the right shapes: pixels, sound or token ids. labels: also what the model's own loss compares."""
     config: Any = model.config
     main, name, batch = getattr(model, "main_input_name", "input_ids"), type(model).__name__, size.batch
     if main == "input_values":
         return {main: torch.empty(batch, size.n, device="meta")}
     classes = {"labels": _ids(batch)} if labels and name.endswith(CLASSIFIERS) else {}
-    if main == "pixel_values" and not hasattr(config, "vocab_size"):
+    if reads_pixels(model):
         side = _side(config.image_size)
         return {main: torch.empty(batch, config.num_channels, side, side, device="meta")} | classes
     encodes = bool(getattr(config, "is_encoder_decoder", False))
@@ -321,6 +265,10 @@ def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict
     if encodes and "decoder_input_ids" in inspect.signature(model.forward).parameters:
         given["decoder_input_ids"] = _ids(batch, size.n)
     return given | classes
+
+
+def reads_pixels(model: Any) -> bool:
+    return getattr(model, "main_input_name", "") == "pixel_values" and not hasattr(model.config, "vocab_size")
 
 
 def _side(size: Any) -> int:
@@ -334,20 +282,19 @@ def _ids(*size: int) -> Tensor:
 # -- the same step on real tensors, which the code that `rg.plan` prints calls -------------------------------------
 
 
-def example(
-    model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None
-) -> tuple[Any, Tensor | None]:
+def example(model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None) -> tuple[Any, Any]:
     """Inputs of a declaration or a Hugging Face model on the device, and targets if it does not take labels."""
     subject = Subject(model)
     length = subject.tokens or n
     setting = subject.setting(Size(length, m or length, batch), TrainingStep())
-    (args, named), targets = setting.given, setting.targets
 
-    def real(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, dtype=x.dtype, device=device) if x.is_floating_point() else x.to(device)
+    def real(x: Tensor | None) -> Tensor | None:
+        if x is None or not x.is_floating_point():
+            return None if x is None else x.to(device)
+        return torch.randn(x.shape, dtype=x.dtype, device=device)
 
-    inputs = {k: real(x) for k, x in named.items()} or tuple(map(real, args))
-    return inputs, None if targets is None else targets.to(device)
+    (args, named), targets = map_leaves(real, (setting.given, setting.targets))
+    return named or args, targets
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -381,9 +328,7 @@ def shard(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def stepping(
-    model: nn.Module, inputs: Any, targets: Tensor | None, training: TrainingStep
-) -> Callable[[], float]:
+def stepping(model: nn.Module, inputs: Any, targets: Any, training: TrainingStep) -> Callable[[], float]:
     """() → the loss of one training step with these options."""
     prepare(model, training)
     device = next(model.parameters()).device.type
@@ -395,7 +340,7 @@ def stepping(
                 loss = loss_of(call(model, inputs), targets, training)
             loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         return float(loss.detach())
 
     return step

@@ -1,23 +1,17 @@
-"""The roofline of a machine, measured once and stored, and the time that a traced run would take there.
+"""The time that a traced run would take on a machine, by its roofline.
 
 A kernel takes the longer of two times, its FLOPs divided by the peak rate of its dtype and its bytes divided by the
 memory bandwidth, and the time of the shortest kernel. On a GPU the host takes time for every operation, view and call
 of a module before the kernel can start: kernels wait for the host, and the host runs ahead of them.
 """
 
-import json
-import os
-import platform
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from statistics import median
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import FormatError, SpecError
+from ..errors import SpecError
+from ..machine import Roofline, time_call
 from .memory.step import training_of
 from .result import Cost
 from .sizes import Request
@@ -25,7 +19,6 @@ from .subject import call as call_model
 from .subject import example, stepping
 from .trace.tracer import Work
 
-DTYPES = ("float32", "bfloat16", "float16")
 # Fitted to 44 training steps on an H200 by bench/cost_fit.py (kernels and host were measured apart). A kernel takes
 # multiples of the best rate; OWN: kernels of this library on a GPU, which multiply float32 without tensor cores.
 PRODUCT, ATTENTION, MOVE, LAUNCH = 1.16, 3.16, 0.995, 1.25
@@ -36,163 +29,6 @@ HOST = {"module": 2.9, "view": 0.425, "operation": 3.32, "attention": 5.42, "own
 HOST |= {"step": 235}
 REPEATED = {**HOST, "module": 11.3, "operation": 4.44}
 BACKWARD = {"view": 0.18, "operation": 1.64, "attention": 4.17, "own": 17.3}
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """Peak FLOP/s of matrix products by dtype, memory bandwidth, and the time of the shortest product."""
-
-    machine: str
-    flops_per_s: dict[str, float]
-    bytes_per_s: float
-    kernel_s: float
-    measured: dict[str, str] = field(default_factory=dict)  # versions, date
-    host_s: float = 0.0  # time of the CPU to launch one operation; 0 where kernels run on the CPU itself
-
-    def __post_init__(self):
-        rates = {"bytes_per_s": self.bytes_per_s, **self.flops_per_s}
-        for name, rate in rates.items():
-            if not rate > 0:
-                raise SpecError(f"{name}={rate!r} is not a positive rate")
-
-    def rate(self, dtype: str) -> float:
-        """FLOP/s of products in this dtype; what was not measured runs as float32 does, float64 at half of it."""
-        return self.flops_per_s.get(dtype, self.flops_per_s["float32"] / (2 if dtype == "float64" else 1))
-
-    @property
-    def balance(self) -> dict[str, float]:
-        """Machine balance in FLOP/byte, by dtype: parts with a lower arithmetic intensity are memory-bound."""
-        return {dtype: rate / self.bytes_per_s for dtype, rate in self.flops_per_s.items()}
-
-    def json(self, indent: int | None = None) -> str:
-        return json.dumps(asdict(self), indent=indent)
-
-    def __str__(self) -> str:
-        lines = [self.machine]
-        lines += [f"  {rate / 1e9:11,.1f} GFLOP/s  {dtype}" for dtype, rate in self.flops_per_s.items()]
-        lines += [f"  {self.bytes_per_s / 1e9:11,.1f} GB/s     memory bandwidth (read + write)"]
-        lines += [f"  {self.kernel_s * 1e6:11,.2f} µs       shortest product"]
-        return "\n".join(lines)
-
-
-def measure(device: str = "cpu", size: int | None = None) -> Roofline:
-    """The roofline of this machine: the best of a few large products and copies, on random data.
-
-    size: side of the square matrices; by default 1024 on a CPU, 4096 and 8192 on a GPU.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SpecError("device='cuda': PyTorch finds no GPU on this machine; use device='cpu'")
-    if device not in ("cpu", "cuda"):
-        raise SpecError(f"device={device!r} cannot be measured; use 'cpu' or 'cuda'")
-    sizes = (size,) if size else (4096, 8192) if device == "cuda" else (1024,)
-    flops_per_s = {
-        dtype: max(_product_rate(n, getattr(torch, dtype), device) for n in sizes)
-        for dtype in DTYPES
-        if device == "cuda" or dtype != "float16"  # CPUs have no fast float16 products
-    }
-    name, host_s = f"{platform.machine()} CPU, {torch.get_num_threads()} threads", 0.0
-    if device == "cuda":
-        name, host_s = torch.cuda.get_device_name(), _host_time()
-    versions = {"torch": str(torch.__version__), "date": time.strftime("%Y-%m-%d")}
-    return Roofline(name, flops_per_s, _bandwidth(device), _shortest_product(device), versions, host_s)
-
-
-def _host_time() -> float:
-    """Seconds that the CPU needs for one operation that saves something for the backward pass."""
-    chain = _chain(torch.tanh, torch.randn(8, 8, device="cuda", requires_grad=True), 200)
-    chain()
-    torch.cuda.synchronize()
-    return min(_timed(chain) for _ in range(5)) / 200
-
-
-def _chain(step: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, count: int) -> Callable[[], None]:
-    """Dependent operations, one after the other."""
-
-    def run() -> None:
-        y = x
-        for _ in range(count):
-            y = step(y)
-
-    return run
-
-
-def _product_rate(n: int, dtype: torch.dtype, device: str) -> float:
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / time_call(lambda: a @ b, device, reduce=min)
-
-
-def _bandwidth(device: str) -> float:
-    entries = 1 << (28 if device == "cuda" else 24)
-    x = torch.randn(entries, device=device)
-    y = torch.empty_like(x)
-    # A negation, because a CUDA graph replays copies on another engine, at two thirds of the rate.
-    return 2 * x.numel() * x.element_size() / time_call(lambda: torch.neg(x, out=y), device, reduce=min)
-
-
-def _shortest_product(device: str) -> float:
-    """The time of a 64 × 64 product, from a chain of dependent ones."""
-    x = torch.randn(64, 64, device=device)
-    return time_call(_chain(lambda y: x @ y, x, 50), device, reduce=min) / 50
-
-
-def time_call(
-    call: Callable[[], Any],
-    device: str,
-    repeats: int = 10,
-    reduce: Callable[[list[float]], float] = median,
-    graph: bool = True,
-) -> float:
-    """Seconds per call after warm-up, by default the median. On a GPU a CUDA graph is replayed, without Python."""
-    for _ in range(3):
-        call()
-    if device != "cuda":
-        return reduce([_timed(call) for _ in range(repeats)])
-    torch.cuda.synchronize()
-    if not graph:  # the time includes the launches
-        return reduce([_timed(call, torch.cuda.synchronize) for _ in range(repeats)])
-    replayed = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(replayed):
-        call()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        replayed.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return reduce(times[2:])
-
-
-def _timed(call: Callable[[], Any], then: Callable[[], Any] = int) -> float:
-    start = time.perf_counter()
-    call()
-    then()
-    return time.perf_counter() - start
-
-
-def roofline_path(path: str | Path | None = None) -> Path:
-    """The file of the stored roofline: `path`, else $REGARD_MACHINE, else one in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(path or os.environ.get("REGARD_MACHINE") or Path(cache) / "regard" / "machine.json")
-
-
-def save_roofline(roofline: Roofline, path: str | Path | None = None) -> Path:
-    file = roofline_path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(roofline.json(indent=1), encoding="utf-8")
-    return file
-
-
-def load_roofline(path: str | Path | None = None) -> Roofline | None:
-    """The roofline that `regard bench machine` stored; None if it has not run."""
-    file = roofline_path(path)
-    if not file.exists():
-        return None
-    try:
-        return Roofline(**json.loads(file.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, TypeError) as e:
-        raise FormatError(f"{file} is not a stored roofline; run `regard bench machine` again ({e})") from e
 
 
 class PartTime(NamedTuple):
@@ -222,10 +58,6 @@ class Estimate:
     @property
     def bound(self) -> str:
         return "host" if sum(self.host.values()) > sum(self.device.values()) else "device"
-
-    @property
-    def longest(self) -> PartTime:
-        return self.parts[0]
 
     def plain(self) -> dict[str, Any]:
         parts = [p._asdict() for p in self.parts]
@@ -265,7 +97,11 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
         at_host += waits * roofline.host_s
         host[w.phase] = host.get(w.phase, 0.0) + waits * roofline.host_s
         if w.kind not in ("view", "module"):
-            compute = _slower(w, roofline) * w.flops / roofline.rate(w.dtype)
+            # Products of attention and of our kernels take longer than at the best rate; on a CPU all are alike.
+            slower = (
+                {"attention": ATTENTION, "own": OWN.get(w.dtype, OWN["float32"])} if roofline.host_s else {}
+            )
+            compute = slower.get(w.kind, PRODUCT) * w.flops / roofline.rate(w.dtype)
             memory = MOVE * w.bytes / roofline.bytes_per_s
             seconds = LAUNCH * roofline.kernel_s + max(compute, memory)
             at_device = max(at_device, at_host) + seconds
@@ -282,13 +118,6 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
     starts = [0.0, *ends.values()]
     phases = {phase: end - start for (phase, end), start in zip(ends.items(), starts)}
     return Estimate(roofline.machine, phases, device, host, tuple(sorted(timed, key=lambda p: -p.seconds)))
-
-
-def _slower(w: Work, roofline: Roofline) -> float:
-    """How many times longer than at the best rate of products those of a kernel take; on a CPU all are alike."""
-    if not roofline.host_s or w.kind == "operation":
-        return PRODUCT
-    return ATTENTION if w.kind == "attention" else OWN.get(w.dtype, OWN["float32"])
 
 
 def measure_time(request: Request) -> float:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import SpecError, nearest
 from ..pattern import Pattern, per_head
-from ..value import ShownAsTable
+from ..table import ShownAsTable
 from .attention import call_of
 from .backends import choose
 from .call import CallFacts, Prepared, facts_of

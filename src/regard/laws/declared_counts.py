@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import spec
 from ..costs.entry import cost
+from ..nn.example_inputs import example_inputs
 from ..pattern import full
 from .target import Part
 
@@ -64,18 +65,8 @@ def _is_dense(declared: spec.Spec) -> bool:
 
 def _executed_flops(module: torch.nn.Module, declared: spec.Spec) -> int:
     """The FLOPs of one call on the meta device, where attention runs as plain matrix products."""
-    with torch.device("meta"):
-        match declared:
-            case spec.Attention():
-                inputs = [torch.zeros(B, N, declared.d_model)]
-            case spec.Vision():
-                inputs = [torch.zeros(B, declared.channels, *declared.image)]
-            case spec.EncoderDecoder():
-                inputs = [torch.zeros(B, M, dtype=torch.long), torch.zeros(B, N, dtype=torch.long)]
-            case spec.Encoder(embedding=None):
-                inputs = [torch.zeros(B, N, declared.d_model)]
-            case _:
-                inputs = [torch.zeros(B, N, dtype=torch.long)]
+    lengths = {"n": N, "m": N} | _lengths(declared)
+    inputs = [x.to("meta") for x in example_inputs(declared, **lengths, batch=B)]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module.eval()(*inputs)
     return counter.get_total_flops()

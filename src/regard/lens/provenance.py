@@ -5,13 +5,13 @@ attention has none, since attention mixes tokens. So q and k share an ancestor i
 sequence.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..compat import aten_operator, aten_operators, storage_id
+from ..nested import tensors_in
 
 aten = torch.ops.aten
 LINEAR = {
@@ -90,7 +90,7 @@ class Provenance:
 
     def record(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Record the origin of the output of an operator."""
-        given = list(_tensors(args))
+        given = tensors_in(args)
         packet = getattr(func, "overloadpacket", None)
         if not getattr(func, "is_view", False):
             for x in given:
@@ -148,7 +148,7 @@ class Provenance:
         return sum(len(self._parts[number]) > 1 for number in self._taken_in_part)
 
     def _softmax(self, packet: Any, args: tuple[Any, ...], given: list[Tensor], out: Any) -> int | None:
-        first = next(iter(_tensors((out,))), None)
+        first = next(iter(tensors_in(out)), None)
         if first is None or not given:
             return None
         if packet in SOFTMAX and args[1] in (-1, first.dim() - 1):
@@ -168,7 +168,7 @@ class Provenance:
         pair: tuple[Ancestors, Ancestors] | None = None,
         softmax: int | None = None,
     ) -> None:
-        for x in _tensors((out,)):
+        for x in tensors_in(out):
             if not x.is_nested:
                 layout = None if softmax is None else Layout.of(x)
                 self._origins[storage_id(x)] = TensorOrigin(self._next(), ancestors, pair, softmax, layout)
@@ -176,11 +176,3 @@ class Provenance:
     def _next(self) -> int:
         self._count += 1
         return self._count
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for v in values:
-        if isinstance(v, Tensor):
-            yield v
-        elif isinstance(v, list | tuple):
-            yield from _tensors(v)

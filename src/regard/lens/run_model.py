@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import RegardError, ShapeError, SpecError
+from ..nested import tensors_in
 
 
 def run(model: Any, inputs: Any) -> Any:
@@ -43,15 +44,7 @@ def _one(x: Any) -> str:
 
 def first_tensor(out: Any) -> Tensor:
     """The first floating-point tensor of a model's output: its logits or its states."""
-    for x in _flat(out):
-        if isinstance(x, Tensor) and x.is_floating_point():
+    for x in tensors_in(out):
+        if x.is_floating_point():
             return x
     raise RegardError(f"the output, a {type(out).__name__}, has no floating-point tensor to compare")
-
-
-def _flat(out: Any) -> list[Any]:
-    if isinstance(out, Mapping):
-        return [x for v in out.values() for x in _flat(v)]
-    if isinstance(out, tuple | list):
-        return [x for v in out for x in _flat(v)]
-    return [out]

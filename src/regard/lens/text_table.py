@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from ..table import aligned
+
 PRINTED_COLUMNS = (
     "layer",
     "head",
@@ -35,8 +37,7 @@ class Table:
         if not self.rows:
             return "(no rows)"
         cells = self._cells()
-        widths = [max(len(line[c]) for line in cells) for c in range(len(cells[0]))]
-        return "\n".join("  ".join(t.rjust(w) for t, w in zip(line, widths)) for line in cells)
+        return "\n".join(aligned(cells, ["right"] * len(cells[0])))
 
     def _repr_html_(self) -> str:
         """For notebooks."""

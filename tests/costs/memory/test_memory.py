@@ -14,7 +14,7 @@ from memory_witness import Trained, checkpointed, counted, length, saved, small
 from regard.costs import entry
 from regard.costs.entry import cost, memory_of
 from regard.costs.memory.allocator import Caching, Events, replay, rounded, summed
-from regard.costs.memory.attention import one_attention, saved_by_cores
+from regard.costs.memory.report import one_attention, saved_by_cores
 from regard.costs.memory.runs import run
 from regard.costs.memory.step import TrainingStep
 from regard.costs.sizes import Request, Size, Symbols

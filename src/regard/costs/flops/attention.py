@@ -25,10 +25,16 @@ class AttentionPairs(NamedTuple):
     needed: Amount
     computed: Amount
     rows: Amount  # queries with at least one allowed key
-    backend: str
-    variant: str
-    fused: bool
+    variant: str  # of the backend
     shown: Pairs
+
+    @property
+    def fused(self) -> bool:
+        return self.shown.backend in FUSED
+
+    def is_outer_product(self, summed: int) -> bool:
+        """Whether the einsum of the reference backend multiplies elementwise: the summed axis has size 1."""
+        return self.shown.backend == "reference" and summed == 1
 
 
 def attention(
@@ -67,6 +73,7 @@ def attention(
 def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) -> AttentionPairs:
     """The pairs of the call that the engine would receive. `shared`: a position encoding of the stack."""
     request, sizes, position, bias = scope.request, spec.sizes, shared or spec.position, "none"
+    train = bool(request.train)
     n, m, pattern = scope.queries, scope.keys, full() if request.dense else spec.pattern
     if spec.score == "additive":
         bias = "tensor"
@@ -74,38 +81,21 @@ def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) 
         on_a_line = not isinstance(position, shaw) and getattr(position, "grid", None) is None
         bias = "distance" if on_a_line else "tensor"
     facts = CallFacts(
-        pattern,
-        n,
-        m,
-        1 if spec.score == "position" else sizes.d_k,
-        sizes.d_v,
-        request.batch,
-        sizes.heads,
-        sizes.kv_heads,
-        request.compute_dtype,
-        request.device,
-        at=0 if cross and n > m else None,
-        bias=bias,
-        bias_grad=bool(request.train) and bias != "none",
-        scale=spec.factor if is_hard(spec) else None,
-        softcap=None if spec.softcap is None else float(spec.softcap),
-        dropout_p=spec.dropout if request.train else 0.0,
-        return_lse=spec.sink_logits,
-        grad=bool(request.train),
-    )
+        pattern, n, m, 1 if spec.score == "position" else sizes.d_k, sizes.d_v, request.batch, sizes.heads,
+        sizes.kv_heads, request.compute_dtype, request.device, at=0 if cross and n > m else None, bias=bias,
+        bias_grad=train and bias != "none", scale=spec.factor if is_hard(spec) else None,
+        softcap=None if spec.softcap is None else float(spec.softcap), dropout_p=spec.dropout if train else 0.0,
+        return_lse=spec.sink_logits, grad=train,
+    )  # fmt: skip
     choice = choose(facts, request.backend)
     needed, computed, rows = pattern.count(n, m, facts.offset), choice.computed, n
     if not isinstance(pattern, full | causal):
         rows = int((pattern.row_counts(n, m, facts.offset) > 0).sum())
     amount = scope.pairs("pairs", needed, pattern)
+    executed = amount if computed == needed else scope.pairs("pairs_computed", computed, full())
+    shown = Pairs("", repr(pattern), needed, computed, n * m, choice.backend, choice.reason)
     return AttentionPairs(
-        amount,
-        amount if computed == needed else scope.pairs("pairs_computed", computed, full()),
-        scope.n if rows == n else scope.size("rows", rows),
-        choice.backend,
-        choice.variant,
-        choice.backend in FUSED,
-        Pairs("", repr(pattern), needed, computed, n * m, choice.backend, choice.reason),
+        amount, executed, scope.n if rows == n else scope.size("rows", rows), choice.variant, shown
     )
 
 
@@ -123,7 +113,7 @@ def _scores(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> P
     width, summed = (1, 1) if spec.score == "position" else (s.d_k, spec.sizes.d_k)
     rows, additive = scope.b * s.heads, spec.score == "additive"
     needed = 2 * rows * pairs.needed * width if spec.score in ("dot", "bilinear") else 0
-    executed = 0 if _is_outer_product(pairs, summed) else 2 * rows * pairs.computed * width
+    executed = 0 if pairs.is_outer_product(summed) else 2 * rows * pairs.computed * width
     moved = scope.itemsize * scope.b * width * (s.heads * scope.n + s.kv_heads * scope.m)
     moved += _score_table(scope, s, pairs, 1)
     if pairs.variant == "masked":
@@ -145,11 +135,6 @@ def _scores(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> P
     return Part("scores", own, note=note)
 
 
-def _is_outer_product(pairs: AttentionPairs, summed: int) -> bool:
-    """Whether the einsum of the reference backend multiplies elementwise, because the summed axis has size 1."""
-    return pairs.backend == "reference" and summed == 1
-
-
 def _softmax(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
     """5m − 2 per row of m entries: m − 1 comparisons, m subtractions, m exponentials, m − 1 sums, m divisions.
 
@@ -158,8 +143,8 @@ def _softmax(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> 
     """
     per_row = 2 if spec.sink_logits else -2
     flops = scope.b * s.heads * ((4 if is_hard(spec) else 5) * pairs.needed + per_row * pairs.rows)
-    own = Amounts(s.heads if spec.sink_logits else 0, elementwise_flops=flops)
-    return Part("softmax", replace(own, bytes=_score_table(scope, s, pairs, 2)))
+    sinks, moved = s.heads if spec.sink_logits else 0, _score_table(scope, s, pairs, 2)
+    return Part("softmax", Amounts(sinks, elementwise_flops=flops, bytes=moved))
 
 
 def _extra_key(scope: Scope, s: Sizes) -> Part:
@@ -178,15 +163,14 @@ def _mixing(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> P
     No gradient flows through weights that are hard, or that contain nothing learned.
     """
     each = 2 * scope.b * s.heads * s.d_v
-    needed, executed = each * pairs.needed, each * pairs.computed
-    executed = 0 if _is_outer_product(pairs, scope.keys) else executed
+    needed, executed = each * pairs.needed, 0 if pairs.is_outer_product(scope.keys) else each * pairs.computed
     moved = scope.itemsize * scope.b * s.d_v * (s.kv_heads * scope.m + s.heads * scope.n)
     fixed = is_hard(spec) or (spec.score == "position" and isinstance(spec.position, alibi))
-    twice = pairs.backend == "reference" and scope.request.train and spec.dropout > 0
-    own = product(needed, bytes=moved + _score_table(scope, s, pairs, 1), gradients=1 if fixed else 2)
-    backward = (1 if fixed else 2) * executed
-    own = replace(own, executed_flops=(2 if twice else 1) * executed, executed_backward_flops=backward)
-    return Part("mixing", own)
+    twice = pairs.shown.backend == "reference" and scope.request.train and spec.dropout > 0
+    gradients = 1 if fixed else 2
+    own = product(needed, bytes=moved + _score_table(scope, s, pairs, 1), gradients=gradients)
+    executed_flops, backward = (2 if twice else 1) * executed, gradients * executed
+    return Part("mixing", replace(own, executed_flops=executed_flops, executed_backward_flops=backward))
 
 
 def _score_table(scope: Scope, s: Sizes, pairs: AttentionPairs, times: int) -> Amount:

@@ -172,12 +172,11 @@ def encoder_decoder(spec: specs.EncoderDecoder, scope: Scope) -> Part:
 def vision(spec: specs.Vision, scope: Scope) -> Part:
     """Patches as one product, class token and registers, positions, encoder, classes. Images need no gradient."""
     d, patch = scope.size("d_model", spec.d_model), spec.channels * spec.patch[0] * spec.patch[1]
-    patches = linear(
-        "patches", scope, scope.b * (scope.n - spec.in_front), scope.size("d_patch", patch), d, True,
-        note="no gradient flows to the images",
-    )  # fmt: skip
+    rows = scope.b * (scope.n - spec.in_front)
+    patches = linear("patches", scope, rows, scope.size("d_patch", patch), d, True)
     flops = patches.own.flops  # only the weights have a gradient
     patches = patches.with_own(backward_flops=flops, executed_backward_flops=flops)
+    patches = replace(patches, note="no gradient flows to the images")
     position = _input_position(spec.position or learned(spec.tokens), scope, d)
     if spec.position is None:  # one vector per token: the same symbol n
         position = position.with_own(parameters=scope.n * d)
@@ -234,14 +233,10 @@ def cells(spec: specs.Recurrent, scope: Scope, steps: int, name: str) -> Part:
 
 def _luong(spec: specs.Recurrent, scope: Scope, d: Amount) -> Part:
     """Luong's attention: every decoder state scores every source state, then mixes them."""
-    b, n, m = scope.b, scope.n, scope.m
+    b, n, m, is_additive = scope.b, scope.n, scope.m, spec.attention == "additive"
     pairs = product(2 * b * n * m * d, bytes=scope.itemsize * b * (n * d + m * d + n * m))
-    additive = Amounts(
-        d,
-        elementwise_flops=b * n * m * (4 * d - 1),
-        bytes=scope.itemsize * b * (n * d + m * d + 2 * n * m * d + n * m),
-    )
-    is_additive = spec.attention == "additive"
+    moved = scope.itemsize * b * (n * d + m * d + 2 * n * m * d + n * m)
+    additive = Amounts(d, elementwise_flops=b * n * m * (4 * d - 1), bytes=moved)
     softmax = Amounts(elementwise_flops=b * n * (5 * m - 2), bytes=2 * scope.itemsize * b * n * m)
     parts = present(
         linear("w_q", scope, b * n, d, d, False),

@@ -18,13 +18,11 @@ ACTIVATIONS |= {"hardswish": 5}
 TOKEN_ID_BYTES = 8
 
 
-def linear(
-    name: str, scope: Scope, rows: Amount, d_in: Amount, d_out: Amount, bias: bool, note: str = ""
-) -> Part:
+def linear(name: str, scope: Scope, rows: Amount, d_in: Amount, d_out: Amount, bias: bool) -> Part:
     """y = x W (+ b): 2 · rows · d_in · d_out forward, twice that backward (gradients of x and of W)."""
     parameters = d_in * d_out + (d_out if bias else 0)
     moved = scope.itemsize * (rows * d_in + d_in * d_out + rows * d_out)
-    return Part(name, product(2 * rows * d_in * d_out, parameters, moved), note=note)
+    return Part(name, product(2 * rows * d_in * d_out, parameters, moved))
 
 
 def product(flops: Amount, parameters: Amount = 0, bytes: Amount = 0, gradients: int = 2) -> Amounts:

@@ -16,7 +16,6 @@ SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20  # blocks up to 1 MiB come from segments
 LARGE, LARGE_SEGMENT = 10 << 20, 20 << 20  # blocks below 10 MiB come from segments of 20 MiB
 ROUND = 512
 SEGMENT_ROUND = 2 << 20
-GIB = 1 << 30
 
 
 def readable(size: int | float) -> str:
@@ -25,7 +24,7 @@ def readable(size: int | float) -> str:
     >>> readable(3 << 29), readable(1536), readable(10)
     ('1.50 GiB', '1.50 KiB', '10 bytes')
     """
-    for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:,.2f} {name}"
     return f"{size:,} bytes"
@@ -136,28 +135,22 @@ def replay(memory: Caching, sizes: list[int], events: Events, repeats: int) -> U
 
 def summed(sizes: Tensor, events: Events, repeats: int) -> Usage:
     """The same without gaps: sizes add up. So does the CPU's allocator, and CUDA's with expandable segments."""
-    (first_key, first_change), (key, change) = (
-        torch.tensor(some, dtype=torch.long).reshape(-1, 2).T for some in (events.setup, events.step)
+    setup, step = (
+        torch.tensor(some, dtype=torch.long).reshape(-1, 2) for some in (events.setup, events.step)
     )
-    there = int((first_change * sizes[first_key]).sum())
-    kept = torch.ones(len(key), dtype=torch.bool)
+    there, (key, change) = int((setup[:, 1] * sizes[setup[:, 0]]).sum()), step.T
+    grown, repeated = change * sizes[key], torch.ones(len(key), dtype=torch.bool)
     if repeats:  # later steps do not repeat what the first allocates or frees for good
-        first = {k for k, c in events.step if c < 0} - {k for k, c in events.step if c > 0}
-        once = torch.zeros(len(sizes), dtype=torch.bool)
-        once[torch.tensor([*events.persistent, *first], dtype=torch.long)] = True
-        kept = ~once[key]
-        there += int((change * sizes[key])[~kept].sum())
-    level = there + (change * sizes[key] * kept).cumsum(0)
-    if not len(level):
-        return Usage(there, there, 0, {})
-    highest = int(level.max())
+        freed = {k for k, c in events.step if c < 0} - {k for k, c in events.step if c > 0}
+        repeated = ~torch.isin(key, torch.tensor([*events.persistent, *freed], dtype=torch.long))
+        there += int(grown[~repeated].sum())
+    level = there + (grown * repeated).cumsum(0)
+    highest = max(there, int(level.max())) if len(level) else there
+    at = int((repeated & (level == highest)).nonzero()[0]) if highest > there else 0
     names = list(dict.fromkeys(events.phases))
-    code = torch.tensor([names.index(phase) for phase in events.phases], dtype=torch.long)[key]
-    grows = kept & (change > 0)
-    by_phase = {name: level[grows & (code == i)] for i, name in enumerate(names)}
-    at = int((kept & (level == highest)).nonzero()[0]) if highest > there else 0
-    peaks = {name: int(x.max()) for name, x in by_phase.items() if len(x)}
-    return Usage(max(highest, there), max(highest, there), at, peaks)
+    phase = torch.tensor([names.index(name) for name in events.phases], dtype=torch.long)[key]
+    levels = {name: level[repeated & (change > 0) & (phase == i)] for i, name in enumerate(names)}
+    return Usage(highest, highest, at, {name: int(x.max()) for name, x in levels.items() if len(x)})
 
 
 def rounded(sizes: Tensor) -> Tensor:

@@ -1,19 +1,17 @@
-"""The memory of a model: weights, gradients, optimizer state, saved activations, peaks; where it is, in words.
-
-It comes from running the module on meta tensors (runs.py) and replaying what it allocates (allocator.py).
-"""
+"""The memory of a model as one value: weights, gradients, saved activations, peaks; where it is, in words."""
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ... import spec
 from ...errors import ShapeError, SpecError
-from ..sizes import Request, Symbols
-from ..trace.nested import tensors_in
+from ...nested import tensors_in
+from ..sizes import Request, Scope, Symbols
 from ..trace.tracer import merged
-from . import attention
 from .allocator import Usage, readable
 from .runs import TABLES, Run, Setting, generates, run
 
@@ -34,6 +32,7 @@ ADVICE = {
 }
 OUTSIDE = "outside modules (loss, optimizer)"
 PHASES = {"optimizer": "optimizer step", "decode": "decoding of a token", "prefill": "prompt"}
+BETWEEN_STEPS = ("weights", "inputs", "optimizer state", "master weights")
 NO_CACHE = "none: this model does not decode with a cache of keys and values"
 
 
@@ -45,8 +44,7 @@ class Alive(NamedTuple):
     path: str
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """The moment at which most memory is allocated."""
 
     bytes: int
@@ -76,59 +74,50 @@ class Peak:
 
     def table(self, rows: int = 20) -> str:
         """Modules and kinds at the peak, largest first, with their share."""
-        total, shown = max(sum(a.bytes for a in self.alive), 1), self.alive[:rows]
-        width = max((len(a.path) for a in shown), default=0)
-
-        def line(size: int, text: str) -> str:
-            return f"{readable(size):>14}  {size / total:>6.1%}  {text}".rstrip()
-
-        lines = [line(a.bytes, f"{a.kind:<18}  {a.path or OUTSIDE:<{width}}") for a in shown]
-        rest = sum(a.bytes for a in self.alive[rows:])
-        return "\n".join(
-            [*lines, *([line(rest, f"in {len(self.alive) - rows} smaller ones")] if rest else [])]
-        )
+        total, rest = max(sum(a.bytes for a in self.alive), 1), sum(a.bytes for a in self.alive[rows:])
+        lines = [(a.bytes, f"{a.kind:<18}  {a.path or OUTSIDE}") for a in self.alive[:rows]]
+        lines += [(rest, f"in {len(self.alive) - rows} smaller ones")] if rest else []
+        return "\n".join(f"{readable(size):>14}  {size / total:>6.1%}  {text}" for size, text in lines)
 
     def plain(self) -> dict[str, Any]:
-        plain = asdict(replace(self, timeline=())) | {"by_kind": self.by_kind()}
+        plain = self._asdict() | {"alive": [a._asdict() for a in self.alive], "by_kind": self.by_kind()}
         del plain["timeline"]
-        return plain | {"alive": [a._asdict() for a in self.alive]}
+        return plain
 
 
 def peak_of(run: Run, usage: Usage) -> Peak:
     """The peak of a run, and the course of the memory around it."""
-    meter, workspaces = run.trace.meter, sum(run.workspaces)
-    records, events = meter.records, meter.events
+    records, events = run.trace.meter.records, run.trace.meter.events
+    setup, step = events[: run.begin], events[run.begin :]
     kinds = [run.kinds.get(k, "workspace" if r.workspace else "temporary") for k, r in enumerate(records)]
     # These are alive from the first event on, unless they were replaced later.
     stays = run.keys("optimizer state") | run.keys(TABLES)
-    alive: set[int] = stays - {key for key, change in events if change < 0}
-    for key, change in events[: run.begin]:
-        alive.add(key) if change > 0 else alive.discard(key)
-    current: Counter[str] = Counter({"workspace": workspaces})
-    for key in alive:
+    alive = Counter(stays - {key for key, change in events if change < 0})
+    current = Counter({"workspace": sum(run.workspaces)})
+    for key, change in setup:
+        alive[key] = max(change, 0)
+    for key in +alive:
         current[kinds[key]] += records[key].bytes
-    timeline, stride = [], max(1, (len(events) - run.begin) // 400)
-    at_peak: set[int] = set(alive)
-    for index, (key, change) in enumerate(events[run.begin :]):
+    timeline, at_peak, stride = [], +alive, max(1, len(step) // 400)
+    for index, (key, change) in enumerate(step):
         if key not in stays:
-            (alive.add if change > 0 else alive.discard)(key)
+            alive[key] = max(change, 0)
             current[kinds[key]] += change * records[key].bytes
         if index == usage.at:
-            at_peak = set(alive)
+            at_peak = +alive
         if index % stride == 0 or index == usage.at:
             timeline.append((records[key].phase, dict(current)))
-    sums: Counter[tuple[str, str]] = Counter()
+    sums = Counter({("workspace", "cuBLAS"): sum(run.workspaces)})
     for key in at_peak:
         sums[kinds[key], merged(run.owners.get(key, records[key].path))] += records[key].bytes
-    if workspaces:
-        sums["workspace", "cuBLAS"] += workspaces
     entries = sorted((Alive(size, *where) for where, size in sums.items() if size), reverse=True)
-    record = records[events[run.begin + usage.at][0]]
+    record = records[step[usage.at][0]]
     return Peak(usage.peak, record.phase, record.path, record.operation, tuple(entries), tuple(timeline))
 
 
-def _bytes_of(kind: str) -> Any:
-    return property(lambda self: self.main.bytes(kind))
+def _number(what: str, read: Callable[["Memory"], Any]) -> Any:
+    """A property of Memory, in bytes unless stated: what it is, and how it is read. None where a model has none."""
+    return property(read, doc=what)
 
 
 class Memory:
@@ -140,13 +129,9 @@ class Memory:
 
     def __init__(self, setting: Setting, request: Request | None = None, main: Run | None = None):
         self.setting, self.trains = setting, setting.training is not None
-        self._declared = request if request and attention.attention_of(request.spec) is not None else None
+        self._declared = request if request and attention_of(request.spec) is not None else None
         if main is not None:
             self.main = main
-
-    gradients = _bytes_of("gradients")
-    optimizer_state = _bytes_of("optimizer state")
-    master_weights = _bytes_of("master weights")
 
     @cached_property
     def main(self) -> Run:
@@ -158,33 +143,20 @@ class Memory:
         return self.main.usage()
 
     @cached_property
-    def _generation(self) -> Run | str:
-        """A prompt and one more token with a cache; or why there is none."""
+    def _generation(self) -> tuple[Run | None, str]:
+        """A prompt and one more token with a cache; or None, and why there is none."""
         setting = replace(self.setting.inference, cached=True)
         long = any(x.dim() > 1 and x.shape[1] > 1 for x in tensors_in(setting.given))
         if not long or not generates(setting.module):
-            return NO_CACHE
+            return None, NO_CACHE
         try:
-            return run(setting)
+            return run(setting), ""
         except ShapeError as e:  # the rest of the report does not depend on it
-            return f"not known: {str(e).partition('; still known')[0]}"
-
-    @property
-    def generation(self) -> Run | None:
-        return self._generation if isinstance(self._generation, Run) else None
-
-    @property
-    def without_cache(self) -> str:
-        """Why there are no peaks of a prompt and of a token; empty if there are."""
-        return self._generation if isinstance(self._generation, str) else ""
+            return None, f"not known: {str(e).partition('; still known')[0]}"
 
     @cached_property
     def _generated(self) -> dict[str, int]:
         return {} if self.generation is None else self.generation.usage().by_phase
-
-    @property
-    def weights(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.main.module.parameters())
 
     @cached_property
     def inference_peak(self) -> int:
@@ -192,40 +164,26 @@ class Memory:
         return run(self.setting.inference).usage().peak if self.trains else self.usage.peak
 
     @property
-    def prefill_peak(self) -> int | None:
-        """Of a prompt of n − 1 tokens that fills a cache of keys and values; None without a cache."""
-        return self._generated.get("prefill")
-
-    @property
-    def decode_peak(self) -> int | None:
-        """Of the next token with that cache."""
-        return self._generated.get("decode")
-
-    @property
     def one_attention(self) -> int:
         """Of a declaration by formula: q, k, v, weights and outputs of one attention layer, for one batch row."""
         declared = self._declared
-        return 0 if declared is None else attention.one_attention(declared) * declared.dtype.itemsize
+        return 0 if declared is None else one_attention(declared) * declared.dtype.itemsize
 
     @property
     def kv_cache(self) -> int | None:
         """Keys and values of all layers for the whole batch: by formula of a declaration, else as traced."""
         if self._declared is not None:
-            return attention.kv_cache(self._declared)
+            return kv_cache(self._declared)
         return None if self.generation is None else self.generation.bytes("key/value cache")
 
     @property
     def saved_by_method(self) -> dict[str, int]:
         """Of a declaration by formula: saved by attention cores in a training step, for each kind of kernel."""
-        return attention.saved_by_cores(self._declared) if self.trains and self._declared else {}
+        return saved_by_cores(self._declared) if self.trains and self._declared else {}
 
     def formulas(self) -> dict[str, Any]:
         """The same as sympy expressions."""
-        return attention.saved_by_cores(self._declared, Symbols()) if self._declared else {}
-
-    @property
-    def workspace(self) -> int:
-        return sum(self.main.workspaces)
+        return saved_by_cores(self._declared, Symbols()) if self._declared else {}
 
     @cached_property
     def saved(self) -> dict[str, int]:
@@ -235,24 +193,20 @@ class Memory:
             saved[merged(records[k].path)] += records[k].bytes
         return dict(saved.most_common())
 
-    @property
-    def saved_total(self) -> int:
-        return sum(self.saved.values())
-
-    @property
-    def training_peak(self) -> int | None:
-        """Of a training step; None without one."""
-        return self.usage.peak if self.trains else None
-
-    @property
-    def reserved(self) -> int:
-        """Taken from the device for it, with the gaps of the allocator."""
-        return self.usage.reserved
-
-    @property
-    def between_steps(self) -> int:
-        kinds = ("weights", "inputs", "optimizer state", "master weights")
-        return sum(map(self.main.bytes, kinds)) + self.workspace
+    generation = _number("the run of a prompt and one more token, or None", lambda m: m._generation[0])
+    without_cache = _number("why there is no such run; empty if there is", lambda m: m._generation[1])
+    weights = _number("all parameters", lambda m: sum(p.nbytes for p in m.main.module.parameters()))
+    gradients = _number("of trained parameters", lambda m: m.main.bytes("gradients"))
+    optimizer_state = _number("after the first step", lambda m: m.main.bytes("optimizer state"))
+    master_weights = _number("float32 copies of 16-bit weights", lambda m: m.main.bytes("master weights"))
+    workspace = _number("buffers of cuBLAS", lambda m: sum(m.main.workspaces))
+    saved_total = _number("saved for the backward pass", lambda m: sum(m.saved.values()))
+    between_steps = _number("what stays", lambda m: sum(map(m.main.bytes, BETWEEN_STEPS)) + m.workspace)
+    training_peak = _number("of a step; None without one", lambda m: m.usage.peak if m.trains else None)
+    prefill_peak = _number("of a prompt of n − 1 tokens with a cache", lambda m: m._generated.get("prefill"))
+    decode_peak = _number("of the next token with that cache", lambda m: m._generated.get("decode"))
+    reserved = _number("taken from the device, with the gaps of the allocator", lambda m: m.usage.reserved)
+    peak_part = _number("the phase in which the peak occurs", lambda m: m.peak.phase)
 
     def per_rank(self, ranks: int, strategy: str = "fsdp") -> Usage:
         """Of one of several ranks: "fsdp" divides weights, gradients and optimizer state; "ddp" repeats them."""
@@ -262,11 +216,6 @@ class Memory:
     def peak(self) -> Peak:
         """The moment of the peak of the training step, else of inference, and what is alive there."""
         return peak_of(self.main, self.usage)
-
-    @property
-    def peak_part(self) -> str:
-        """The phase in which the peak occurs."""
-        return self.peak.phase
 
     def explain_peak(self) -> str:
         """The moment of the peak, what is alive there, and what would lower it, in words."""
@@ -316,3 +265,52 @@ class Memory:
     def __repr__(self) -> str:
         name = "training_peak" if self.trains else "inference_peak"
         return f"Memory(weights={self.weights:,}, {name}={self.usage.peak:,})"
+
+
+def _last_block(declared: Any) -> tuple[Any, int]:
+    """The block of a model's (last) stack, and how many there are; for what is no stack, itself."""
+    stack = getattr(declared, "decoder", getattr(declared, "encoder", declared))
+    return getattr(stack, "block", stack), getattr(stack, "layers", 1)
+
+
+def attention_of(declared: Any) -> Any:
+    """The self-attention of a model's (last) stack; None if it has none."""
+    block, _ = _last_block(declared)
+    inner = getattr(block, "attention", block)
+    return inner if isinstance(inner, spec.Attention) else None
+
+
+def _scope(request: Request, symbols: Symbols | None = None) -> Scope:
+    alone = attention_of(request.spec) is request.spec
+    return Scope(request, symbols, request.n, request.m if alone else request.n)
+
+
+def one_attention(request: Request) -> int:
+    """Values of one attention layer for one batch row: q, k, v, the weights, the outputs of the heads."""
+    s, n, m = attention_of(request.spec).sizes, request.n, _scope(request).m
+    return s.heads * n * s.d_k + s.kv_heads * m * (s.d_k + s.d_v) + s.heads * n * m + s.heads * n * s.d_v
+
+
+def kv_cache(request: Request) -> int:
+    """Bytes of keys and values of every layer for n positions; with cross-attention also those of the context."""
+    block, layers = _last_block(request.spec)
+    read = [(attention_of(request.spec).sizes, _scope(request).m)]
+    if getattr(block, "cross", None) is not None:
+        read.append((block.cross.sizes, request.m))
+    values = sum(s.kv_heads * length * (s.d_k + s.d_v) for s, length in read)
+    return values * layers * request.batch * request.dtype.itemsize
+
+
+def saved_by_cores(request: Request, symbols: Symbols | None = None) -> dict[str, Any]:
+    """Bytes that the self-attention cores of the (last) stack save for the backward pass, as numbers or formulas.
+
+    q, k and v, and the weights, or, where a kernel does not store them, the output and a log-sum-exp.
+    """
+    scope, (_, layers) = _scope(request, symbols), _last_block(request.spec)
+    s, n, m, size = scope.sizes(attention_of(request.spec)), scope.n, scope.m, scope.itemsize
+    count = scope.b * (scope.size("layers", layers) if layers > 1 else 1)
+    projected = s.heads * n * s.d_k + s.kv_heads * m * (s.d_k + s.d_v)
+    stored = count * size * (projected + s.heads * n * m)
+    streamed = count * (size * (projected + s.heads * n * s.d_v) + max(size, 4) * s.heads * n)
+    kinds = {"weights stored": stored, "weights streamed": streamed}
+    return kinds if symbols is None else {kind: formula.expand() for kind, formula in kinds.items()}

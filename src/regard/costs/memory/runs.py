@@ -19,17 +19,18 @@ from torch import Tensor, nn
 from ...compat import run_backward
 from ...errors import RegardError, ShapeError, SpecError
 from ...generation.steps import StackSteps
+from ...nested import map_leaves
 from ...nn.embedding import LanguageHead
 from ...nn.stack import EncoderDecoder, Stack
 from ...pattern import causal
 from ...spec.base import require_known, require_positive
 from ..trace.attention import H200, Gpu
-from ..trace.nested import map_leaves
 from ..trace.tracer import DataDependent, Trace, tracing
 from .allocator import Caching, Events, Usage, readable, replay, rounded, summed
 from .step import Optimizer, TrainingStep, autocast_region, loss_of, prepare
 
 STRATEGIES = ("fsdp", "ddp")
+DIVIDED = ("weights", "gradients", "optimizer state", "master weights")  # among ranks by FSDP
 TABLES = "engine tables"  # tables and buffers of the engine, which later calls use again
 WORKSPACE, BIAS_WORKSPACE = 32 << 20, 1 << 20  # cuBLAS and cuBLASLt, per thread that multiplies (H100, H200)
 
@@ -92,8 +93,7 @@ class Run:
 
     def own(self, name: str, x: Tensor | None, kind: str) -> None:
         """The storage of x is of this kind, and belongs to the module that has the parameter of this name."""
-        key = None if x is None else self.trace.meter.key_of(x)
-        if key is not None:
+        if x is not None and (key := self.trace.meter.key_of(x)) is not None:
             self.owners[key] = name.rpartition(".")[0]
             self.mark([key], kind)
 
@@ -105,17 +105,15 @@ class Run:
         require_known("strategy", strategy, STRATEGIES)
         meter, buffers = self.trace.meter, list(self.workspaces)
         sizes = [r.bytes for r in meter.records] if sizes is None else list(sizes)
-        phases = [r.phase for r in meter.records]
         if ranks > 1 and strategy == "ddp":
             buffers.append(self.bytes("gradients"))
         elif ranks > 1:
             buffers += [2 * self._largest_block(), self._largest_block()]
-            divided = ("weights", "gradients", "optimizer state", "master weights")
-            for key, kind in self.kinds.items():
-                sizes[key] = -(-sizes[key] // ranks) if kind in divided else sizes[key]
+            for key in set().union(*map(self.keys, DIVIDED)):
+                sizes[key] = -(-sizes[key] // ranks)
         setup = [*meter.events[: self.begin], *((len(sizes) + i, 1) for i in range(len(buffers)))]
         persistent = self.keys("optimizer state") | self.keys("master weights") | self.keys(TABLES)
-        phases += ["setup"] * len(buffers)
+        phases = [*(r.phase for r in meter.records), *("setup" for _ in buffers)]
         events, sizes = Events(setup, meter.events[self.begin :], persistent, phases), [*sizes, *buffers]
         on_gpu = self.trace.device == "cuda"
         repeats = (2 if on_gpu else 1) if self.trains or self.keys(TABLES) else 0
@@ -135,10 +133,7 @@ class Run:
 
 
 def run(setting: Setting) -> Run:
-    """The call on meta tensors, or what is wrong with it in words, with what is still known.
-
-    Nothing of the given module changes.
-    """
+    """The call on meta tensors; else what is wrong with it in words, with what is still known."""
     name = getattr(setting.module, "__name__", type(setting.module).__name__)
     count = sum(p.numel() for p in setting.module.parameters())
     known = f"; still known: {count:,} parameters, {readable(4 * count)} in float32"
@@ -173,7 +168,7 @@ def _run(setting: Setting) -> Run:
     for name, x in (*twin.named_parameters(), *twin.named_buffers()):
         result.own(name, x, "weights")
     result.mark(meter.alive.values(), "inputs")
-    with tracing(trace), trace.modules_of(twin), torch.set_grad_enabled(training is not None):
+    with tracing(trace, twin), torch.set_grad_enabled(training is not None):
         result.begin = len(meter.events)
         if training is not None:
             _train(result, args, kwargs, targets, training)
@@ -189,36 +184,32 @@ def _run(setting: Setting) -> Run:
 
 def twin_of(module: nn.Module, trace: Trace, dtype: torch.dtype) -> nn.Module:
     """A copy whose parameters and buffers are metered meta tensors, in `dtype` where they are float32."""
-    memo: dict[int, Any] = {}
+    twins: dict[int, Any] = {}
     for p in module.parameters():
         kind = dtype if p.dtype == torch.float32 else p.dtype
         empty = torch.empty_strided(p.shape, p.stride(), dtype=kind, device="meta")
-        memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+        twins[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
     # Buffers, and tensors that a module keeps beside them, such as a cache.
     kept = [x for inner in module.modules() for x in vars(inner).values() if isinstance(x, Tensor)]
     for x in (*module.buffers(), *kept):
-        if id(x) not in memo:
-            memo[id(x)] = x.clone() if x.is_meta else trace.to_meta(x)
-    tensors = list(memo.values())
+        if id(x) not in twins:
+            twins[id(x)] = x.clone() if x.is_meta else trace.to_meta(x)
+    for x in twins.values():
+        trace.meter.track(x, "", "weight")
     try:
-        twin = copy.deepcopy(module, memo)
+        return copy.deepcopy(module, dict(twins))
     except Exception as e:
         raise SpecError(f"{type(module).__name__} cannot be copied, which tracing it needs: {e}") from e
-    for x in tensors:
-        trace.meter.track(x, "", "weight")
-    return twin
 
 
 def inputs_of(trace: Trace, given: Any, dtype: torch.dtype) -> Any:
     """Inputs as meta tensors in the requested dtype; the values of real ones are known."""
 
     def one(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        converts = x.is_floating_point() and x.dtype == torch.float32 and dtype != torch.float32
-        twin = trace.to_meta(x.to(dtype) if converts else x)
-        trace.meter.track(twin, "", "input")
-        return twin
+        if isinstance(x, Tensor):
+            x = trace.to_meta(x.to(dtype) if x.dtype == torch.float32 else x)
+            trace.meter.track(x, "", "input")
+        return x
 
     return map_leaves(one, given)
 
@@ -226,7 +217,8 @@ def inputs_of(trace: Trace, given: Any, dtype: torch.dtype) -> Any:
 def _train(result: Run, args: tuple, kwargs: dict, targets: Tensor | None, training: TrainingStep) -> None:
     """Forward, loss, backward, optimizer. The module's parameters and the inputs are known to the meter."""
     trace, module, meter = result.trace, result.module, result.trace.meter
-    if not any(p.requires_grad for p in module.parameters()):
+    names = {p: name for name, p in module.named_parameters()}
+    if not any(p.requires_grad for p in names):
         raise ShapeError("no output requires a gradient: a training step needs trainable weights")
     optimizer = Optimizer(module, training, trace.device)
     result.mark(map(meter.key_of, optimizer.masters), "master weights")
@@ -238,7 +230,6 @@ def _train(result: Run, args: tuple, kwargs: dict, targets: Tensor | None, train
         saved = saved or set(meter.alive.values()) - before
         with meter.during("backward"):
             run_backward(loss.pop())
-    names = {p: name for name, p in module.named_parameters()}
     for p, name in names.items():
         result.own(name, p.grad, "gradients")
     result.mark(trace.kept, TABLES)
@@ -247,7 +238,7 @@ def _train(result: Run, args: tuple, kwargs: dict, targets: Tensor | None, train
         optimizer.step()
     for p, x in optimizer.tensors():
         result.own(names[p], x, "optimizer state")
-    optimizer.zero_grad()
+    module.zero_grad()
     meter.stop()  # the optimizer's state outlives the step
 
 
@@ -284,16 +275,15 @@ def prompt(module: Any, args: tuple, kwargs: dict) -> Any:
         steps = StackSteps(decoder, *context)
         steps.next(ids[:, :-1])
         return lambda: steps.next(ids[:, -1:])
-    named = dict(kwargs) | ({module.main_input_name: args[0]} if args else {})
-    name = "decoder_input_ids" if module.config.is_encoder_decoder else "input_ids"
-    ids = named.pop(name)
-    known = signature(module.forward).parameters
+    encodes, named = module.config.is_encoder_decoder, dict(kwargs)
+    named |= {module.main_input_name: args[0]} if args else {}
+    name, masks = (
+        ("decoder_input_ids", ()) if encodes else ("input_ids", ("attention_mask", "token_type_ids"))
+    )
+    ids, known = named.pop(name), signature(module.forward).parameters
+    named = {k: x for k, x in named.items() if k not in masks or not isinstance(x, Tensor)}
     options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in known else {})
-    for mask in ("attention_mask", "token_type_ids"):
-        if isinstance(named.get(mask), Tensor) and name == "input_ids":
-            named.pop(mask)
     out = module(**named, **{name: ids[:, :-1]}, **options)
     cache = {"past_key_values": out.past_key_values}
-    if module.config.is_encoder_decoder:
-        cache["encoder_outputs"] = (out.encoder_last_hidden_state,)
+    cache |= {"encoder_outputs": (out.encoder_last_hidden_state,)} if encodes else {}
     return lambda: module(**{name: ids[:, -1:]}, **cache, **options)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ...compat import without_function_modes
 from ...errors import ShapeError, SpecError
+from ...nested import tensors_in
 from ...nn.stack import Stack
 from ...spec.base import require_known, require_positive
-from ..trace.nested import tensors_in
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
 IMPLEMENTATIONS = ("auto", "for_loop", "foreach", "fused")
@@ -58,10 +58,8 @@ class TrainingStep:
 
 
 def training_of(train: Any) -> TrainingStep | None:
-    if train is None or train is False:
-        return None
-    if train is True:
-        return TrainingStep()
+    if train is None or isinstance(train, bool):
+        return TrainingStep() if train else None
     if not isinstance(train, TrainingStep):
         raise SpecError(f"train={train!r}: use True, False or rg.TrainingStep(optimizer='adamw', …)")
     return train
@@ -168,10 +166,6 @@ class Optimizer:
                 p.copy_(master)
                 master.grad = None
 
-    def zero_grad(self) -> None:
-        for p in self.parameters:
-            p.grad = None
-
     def tensors(self) -> list[tuple[Any, Tensor]]:
         """The optimizer state with the parameter that it belongs to, without counters that stay on the CPU."""
         owner: dict[Any, Any] = dict(zip(self.masters, self.parameters))
@@ -214,8 +208,8 @@ def _optimizer(parameters: list[Any], training: TrainingStep, device: str) -> An
     by_default = "foreach" if device == "cuda" else "for_loop"
     implementation = by_default if training.implementation == "auto" else training.implementation
     options: dict[str, Any] = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
-    if training.optimizer in ("sgd", "momentum"):
-        momentum = 0.9 if training.optimizer == "momentum" else 0.0
-        return torch.optim.SGD(parameters, lr=0.1, momentum=momentum, **options)
-    kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, **options)
+    if training.optimizer in ("adam", "adamw"):
+        kind = torch.optim.Adam if training.optimizer == "adam" else torch.optim.AdamW
+        return kind(parameters, **options)
+    momentum = 0.9 if training.optimizer == "momentum" else 0.0
+    return torch.optim.SGD(parameters, lr=0.1, momentum=momentum, **options)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import compat
 from ...compat import without_function_modes
+from ...pattern import causal
 from ..tree import Amounts, Pairs
 from . import autocast
 
@@ -28,6 +29,7 @@ class Gpu(NamedTuple):
 
 
 H200, A100 = Gpu(), Gpu((8, 0), 108)
+CallPairs = tuple[int, int, str]  # `needed`, `computed` and `masked_by` of a Call
 
 
 class Need(NamedTuple):
@@ -40,14 +42,6 @@ class Need(NamedTuple):
         return self.formula(*self.sizes, gpu)
 
 
-class CallPairs(NamedTuple):
-    """The pairs of one call over all heads and batch rows: allowed by its mask, and computed by its kernel."""
-
-    needed: int
-    computed: int
-    mask: str
-
-
 class Call(NamedTuple):
     """One fused attention call: what PyTorch chooses a kernel by, and its pairs."""
 
@@ -57,7 +51,9 @@ class Call(NamedTuple):
     mask: Tensor | None
     dropout_p: float
     is_causal: bool
-    pairs: CallPairs
+    needed: int  # pairs over all heads and batch rows that the mask allows
+    computed: int  # pairs that the kernel computes
+    masked_by: str
     broadcast: bool = False  # heads or batch rows of keys are broadcast, which no fused kernel does
 
     @property
@@ -66,44 +62,44 @@ class Call(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
+        """d_k and d_v."""
         return self.q.shape[-1], self.v.shape[-1]
 
     def forward(self) -> Amounts:
         """Two products: 2 d_k per score, 2 d_v per weighted value."""
         heads, n, both = self.q.shape[:-2].numel(), self.q.shape[-2], sum(self.widths)
         return Amounts(
-            flops=2 * both * self.pairs.needed,
-            elementwise_flops=6 * self.pairs.needed - 2 * heads * n,  # scale 1, softmax 5m − 2 per row
-            executed_flops=2 * both * self.pairs.computed,
+            flops=2 * both * self.needed,
+            elementwise_flops=6 * self.needed - 2 * heads * n,  # scale 1, softmax 5m − 2 per row
+            executed_flops=2 * both * self.computed,
             bytes=self.q.element_size() * heads * both * (n + self.k.shape[-2]),
         )
 
     def backward(self) -> Amounts:
         """Four products, and the scores once more, which a fused kernel does not save."""
         gradients, scores = 4 * sum(self.widths), 2 * self.widths[0]
-        executed = (gradients + scores) * self.pairs.computed
-        return Amounts(backward_flops=gradients * self.pairs.needed, executed_backward_flops=executed)
+        executed = (gradients + scores) * self.computed
+        return Amounts(backward_flops=gradients * self.needed, executed_backward_flops=executed)
 
     def per_head(self, path: str) -> Pairs:
         heads, full = max(1, self.q.shape[:-2].numel()), self.q.shape[-2] * self.k.shape[-2]
-        needed, computed, mask = self.pairs
-        return Pairs(path, mask, needed // heads, computed // heads, full, "fused")
+        return Pairs(path, self.masked_by, self.needed // heads, self.computed // heads, full, "fused")
 
 
-def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, causal: bool) -> CallPairs:
+def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, is_causal: bool) -> CallPairs:
     """`real`: the values of the mask if they are known. In a bool mask True is allowed; in a float mask −∞ is not."""
     heads, n, m = q.shape[:-2].numel(), q.shape[-2], k.shape[-2]
     full = heads * n * m
-    if causal:  # aligned to the first key: query i may attend to keys 0 … i
-        square = min(n, m)
-        one = square * (square + 1) // 2 + max(0, n - m) * m
-        return CallPairs(heads * one, heads * one, "causal")
-    if mask is None or real is None:
-        unknown = "a mask with unknown values: all pairs are counted"
-        return CallPairs(full, full, "none" if mask is None else unknown)
+    if is_causal:  # aligned to the first key: query i may attend to keys 0 … i
+        pairs = heads * causal().count(n, m, 0)
+        return pairs, pairs, "causal"
+    if mask is None:
+        return full, full, "none"
+    if real is None:
+        return full, full, "a mask with unknown values: all pairs are counted"
     allowed = real if real.dtype == torch.bool else real > torch.finfo(torch.float32).min / 2
     repeats = full // max(1, allowed.numel())  # the mask is broadcast over heads and batch rows
-    return CallPairs(int(allowed.sum()) * repeats, full, "mask")
+    return int(allowed.sum()) * repeats, full, "mask"
 
 
 def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
@@ -166,7 +162,7 @@ class FusedKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, trace, kernel):
         (b, h, n), d_v = q.shape[:3], v.shape[-1]
-        within = heads_within(q) if kernel in ("cudnn", "cpu") else kernel != "math"
+        within = kernel not in ("cudnn", "cpu") or heads_within(q)
         out = q.new_empty(b, n, h, d_v).transpose(1, 2) if within else q.new_empty(b, h, n, d_v)
         rows = _up(n, 32) if kernel == "efficient" else n  # rows of the log-sum-exp
         lse = q.new_empty(b, h, rows, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -180,7 +176,7 @@ class FusedKernel(torch.autograd.Function):
         grads, of_mask = [torch.empty_like(x) for x in (q, k, v)], None
         ctx.trace.workspace(backward_workspace(ctx.kernel, q, k, v), f"{FUSED} ({ctx.kernel})")
         products = 2 * 2.5 * q.shape[:3].numel() * k.shape[2] * (q.shape[-1] + v.shape[-1])
-        moved = 4 * sum(x.numel() * x.element_size() for x in (q, k, v))
+        moved = 4 * (q.nbytes + k.nbytes + v.nbytes)
         ctx.trace.note_work(products, moved, str(q.dtype), "attention")
         if ctx.needs_input_grad[3]:
             *rows, m = mask.shape
@@ -207,15 +203,13 @@ def count_attention(trace: Any, call: Call) -> Float[Tensor, "*h n d_v"]:
     kernels = {kernel_of(call, trace.device, gpu) for gpu in (H200, A100)}
     if len(kernels) > 1 and not (kernels == {"cudnn", "flash"} and heads_within(call.q)):
         trace.by_card = True  # otherwise the two differ in their workspace only
-    if kernel_of(call, trace.device, trace.gpu) != "math":
-        amounts = call.forward()
+    kernel, amounts = kernel_of(call, trace.device, trace.gpu), call.forward()
+    if kernel != "math":
         trace.note_work(amounts.executed_flops, amounts.bytes, str(call.q.dtype), "attention")
-    return counted(trace, FUSED, call, lambda: (_run(trace, call), None))[0]
+    return counted(trace, FUSED, call, lambda: (_run(trace, call, kernel), None))[0]
 
 
-def counted(
-    trace: Any, name: str, call: Call, run: Callable[[], tuple[Tensor, Tensor | None]]
-) -> tuple[Tensor, Tensor | None]:
+def counted(trace: Any, name: str, call: Call, run: Callable[[], Any]) -> tuple[Tensor, Tensor | None]:
     """The output and log-sum-exp of an attention call that is counted as a whole, by its pairs."""
     amounts = call.forward()
     if trace.in_backward:  # computed again by a checkpoint
@@ -231,9 +225,8 @@ def counted(
     return out, lse
 
 
-def _run(trace: Any, call: Call) -> Tensor:
+def _run(trace: Any, call: Call, kernel: str) -> Tensor:
     q, k, v, mask = call[:4]
-    kernel = kernel_of(call, trace.device, trace.gpu)
     if kernel == "math":
         with compat.below_autocast():
             return _math(call, trace.device)
@@ -281,61 +274,41 @@ def _math(call: Call, device: str) -> Tensor:
     return returned[1]
 
 
-def sdpa(trace: Any) -> Any:
-    """The replacement for F.scaled_dot_product_attention."""
-
-    def scaled_dot_product_attention(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False, **_
-    ):  # scale does not change the cost
-        real = None if attn_mask is None else trace.value_of(attn_mask)
-        with without_function_modes():
-            tensors = [trace.joined(x) for x in (query, key, value, attn_mask)]
-        query, key, value, attn_mask = autocast.lowered(trace.device, tensors)
-        pairs = call_pairs(query, key, attn_mask, real, is_causal)
-        same = slice(1) if enable_gqa else slice(-2)  # grouped heads are no broadcast
-        broadcast = not query.shape[same] == key.shape[same] == value.shape[same]
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, pairs, broadcast)
-        return count_attention(trace, call)
-
-    return scaled_dot_product_attention
+def sdpa(trace, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> Tensor:
+    """In place of F.scaled_dot_product_attention; its scale does not change the cost."""
+    real = trace.value_of(attn_mask)
+    with without_function_modes():
+        tensors = [trace.joined(x) for x in (query, key, value, attn_mask)]
+    query, key, value, attn_mask = autocast.lowered(trace.device, tensors)
+    pairs = call_pairs(query, key, attn_mask, real, is_causal)
+    same = slice(1) if options.get("enable_gqa") else slice(-2)  # grouped heads are no broadcast
+    broadcast = not query.shape[same] == key.shape[same] == value.shape[same]
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, *pairs, broadcast)
+    return count_attention(trace, call)
 
 
-def flex(trace: Any) -> Any:
-    """The replacement for flex_attention: the pairs that its block mask computes, and that its mask_mod allows."""
-
-    def flex_attention(query, key, value, score_mod=None, block_mask=None, *_, return_lse=False, **__):
-        pairs = call_pairs(query, key, None, None, False)
-        if block_mask is not None:
-            sizes = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
-            computed = _block_pairs(block_mask, *sizes)
-            needed, mask = _allowed_pairs(block_mask, *sizes)
-            pairs = CallPairs(computed if needed is None else needed, computed, mask)
-        out = count_attention(trace, Call(query, key, value, None, 0.0, False, pairs))
-        return (out, query.new_empty(query.shape[:-1], dtype=torch.float32)) if return_lse else out
-
-    return flex_attention
+def flex(trace, query, key, value, score_mod=None, block_mask=None, *_, return_lse=False, **__) -> Any:
+    """In place of flex_attention: the pairs that its block mask computes, and that its mask_mod allows."""
+    pairs = call_pairs(query, key, None, None, False)
+    if block_mask is not None:
+        pairs = _block_pairs(block_mask, query.shape[:-2].numel(), query.shape[-2], key.shape[-2])
+    out = count_attention(trace, Call(query, key, value, None, 0.0, False, *pairs))
+    return (out, query.new_empty(query.shape[:-1], dtype=torch.float32)) if return_lse else out
 
 
-def _block_pairs(mask: Any, heads: int, n: int, m: int) -> int:
-    """Pairs in the blocks that a block mask visits, over all heads and batch rows."""
-    blocks = mask.kv_num_blocks.sum()
-    if mask.full_kv_num_blocks is not None:
-        blocks = blocks + mask.full_kv_num_blocks.sum()
-    rows = mask.kv_num_blocks.shape[0] * mask.kv_num_blocks.shape[1]
-    height, width = mask.BLOCK_SIZE
-    return min(int(blocks) * height * width * heads // max(1, rows), heads * n * m)
-
-
-def _allowed_pairs(mask: Any, heads: int, n: int, m: int) -> tuple[int | None, str]:
-    """The number of pairs that mask_mod allows, or None if there are too many to evaluate; and its name."""
-    name = getattr(mask.mask_mod, "__name__", "mask_mod")
+def _block_pairs(mask: Any, heads: int, n: int, m: int) -> CallPairs:
+    """Pairs in the blocks that a block mask visits, and that its mask_mod allows, if few enough to evaluate."""
+    (b, h), name = mask.kv_num_blocks.shape[:2], getattr(mask.mask_mod, "__name__", "mask_mod")
+    repeats, (height, width) = (
+        heads // max(1, b * h),
+        mask.BLOCK_SIZE,
+    )  # the mask is broadcast over heads and rows
+    counts = mask.kv_num_blocks, mask.full_kv_num_blocks
+    blocks = sum(int(count.sum()) for count in counts if count is not None)
+    computed = min(blocks * height * width * repeats, heads * n * m)
     if n * m > MAX_MASK_PAIRS:
-        return None, f"{name}: too many pairs to evaluate, counted by blocks"
-    device = mask.kv_num_blocks.device
-    rows, columns = torch.arange(n, device=device)[:, None], torch.arange(m, device=device)[None, :]
-    b, h = mask.kv_num_blocks.shape[:2]
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    allowed = sum(
-        int(mask.mask_mod(zero + i, zero + j, rows, columns).sum()) for i in range(b) for j in range(h)
-    )
-    return allowed * heads // max(1, b * h), name
+        return computed, computed, f"{name}: too many pairs to evaluate, counted by blocks"
+    with torch.device(mask.kv_num_blocks.device):
+        i, j, zero = torch.arange(n)[:, None], torch.arange(m)[None, :], torch.zeros((), dtype=torch.long)
+        tables = [mask.mask_mod(zero + row, zero + head, i, j) for row in range(b) for head in range(h)]
+    return sum(int(table.sum()) for table in tables) * repeats, computed, name

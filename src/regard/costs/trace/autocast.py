@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from .nested import map_leaves, tensors_in
+from ...nested import map_leaves, tensors_in
 
 NAMES = {
     "low": """
@@ -42,16 +42,11 @@ _active: list[tuple[str, dict[int, tuple[Tensor, Tensor]]]] = []
 def simulated(device: str) -> Iterator[None]:
     """torch.autocast(device) acts on meta tensors inside."""
     _register()
-    copies, clear = dict[int, tuple[Tensor, Tensor]](), torch.clear_autocast_cache
-
-    def clear_both() -> None:
-        copies.clear()
-        clear()
-
+    copies = dict[int, tuple[Tensor, Tensor]]()
     _active.append((device, copies))
     try:
         with (
-            patch.object(torch, "clear_autocast_cache", clear_both),
+            patch.object(torch, "clear_autocast_cache", copies.clear),
             patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
             patch.object(*compat.amp_availability(), lambda: False),
             compat.autocast_simulated(),
@@ -66,8 +61,9 @@ def simulated(device: str) -> Iterator[None]:
 def _register() -> Any:
     treated = {d: set(compat.autocast_operators(d.upper())) for d in ("cpu", "cuda")}
     names = sorted(treated["cpu"] | treated["cuda"])
-    devices = {name: {d for d, operators in treated.items() if name in operators} for name in names}
-    return compat.register_autocast({name: _kernel(name, devices[name]) for name in names})
+    return compat.register_autocast(
+        {name: _kernel(name, {d for d in treated if name in treated[d]}) for name in names}
+    )
 
 
 def _kernel(full_name: str, devices: set[str]) -> Callable[..., Any]:
@@ -91,26 +87,20 @@ def _kernel(full_name: str, devices: set[str]) -> Callable[..., Any]:
 
 
 def _converted(operator: Any, how: str, device: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    low = torch.get_autocast_dtype(device)
     if how == "low":
-        low = torch.get_autocast_dtype(device)
         return map_leaves(lambda x: _lowered(x, low), (args, kwargs))
-    if how == "float32":
-        return map_leaves(lambda x: _cast(x, torch.float32), (args, kwargs))
     if how == "sum":
         names = [name for name, _ in compat.operator_arguments(operator)]
         dtype = dict(zip(names, args), **kwargs).get("dtype")
         return args, {**kwargs, "dtype": torch.float32} if _eligible(args[0]) and dtype is None else kwargs
     dtypes = [x.dtype for x in tensors_in((args, kwargs)) if _eligible(x)]
-    widest = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype(device)
-    return map_leaves(lambda x: _cast(x, widest), (args, kwargs))
+    wide = torch.float32 if how == "float32" or torch.float32 in dtypes else low
+    return map_leaves(lambda x: x.to(wide) if _eligible(x) and x.dtype != wide else x, (args, kwargs))
 
 
 def _eligible(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-
-
-def _cast(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if _eligible(x) and x.dtype != dtype else x
 
 
 def _lowered(x: Any, low: torch.dtype) -> Any:

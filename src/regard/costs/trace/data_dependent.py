@@ -59,9 +59,8 @@ def _histc(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _equal(trace: Any, func: Any, args: tuple, kwargs: dict) -> bool:
-    if args[0].shape != args[1].shape:
-        return False
-    return bool(torch.equal(trace.known(args[0]), trace.known(args[1])))
+    a, b = args[:2]
+    return a.shape == b.shape and torch.equal(trace.known(a), trace.known(b))
 
 
 def _assumed(note: str, value: Callable[[Tensor, tuple], Tensor | None]) -> Callable[..., Any]:
@@ -120,10 +119,11 @@ def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-_UNIQUE = ("_unique", "_unique2", "unique_dim", "unique_consecutive")
+VALUES_DECIDE = (
+    "nonzero masked_select bincount repeat_interleave _unique _unique2 unique_dim unique_consecutive"
+)
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(aten_operators("nonzero", "masked_select", "bincount", "repeat_interleave"), _by_value),
-    **dict.fromkeys(aten_operators(*_UNIQUE), _by_value),
+    **dict.fromkeys(aten_operators(*VALUES_DECIDE.split()), _by_value),
     aten_operator("index"): _index,
     aten_operator("histc"): _histc,
     aten_operator("equal"): _equal,

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...compat import has_autocast_kernel, without_function_modes
+from ...nested import map_leaves
 from .data_dependent import FINITE
-from .nested import map_leaves
 
 CREATORS = """
     empty ones zeros full arange linspace logspace rand randn randint randperm eye tril_indices triu_indices
@@ -37,14 +36,18 @@ class OnDevice(TorchFunctionMode):
 
     def __init__(self, trace: Any, replaced: dict[Any, Callable]):
         super().__init__()
-        self.trace = trace
-        self.device = torch.device(trace.device, INDEX)
-        self.handlers: dict[Any, Callable] = {
+        self.trace, self.device = trace, torch.device(trace.device, INDEX)
+        on_gpu = trace.device == "cuda"
+        self.attributes: dict[Any, Callable] = {  # read without modes
             DEVICE: lambda x: self.device if x.is_meta else x.device,
-            IS_CUDA: lambda x: self.device.type == "cuda" if x.is_meta else x.is_cuda,
-            IS_CPU: lambda x: self.device.type == "cpu" if x.is_meta else x.is_cpu,
+            IS_CUDA: lambda x: on_gpu if x.is_meta else x.is_cuda,
+            IS_CPU: lambda x: trace.device == "cpu" if x.is_meta else x.is_cpu,
             IS_META: lambda x: False,
-            Tensor.get_device: lambda x: INDEX if self.device.type == "cuda" and x.is_meta else -1,
+            Tensor.get_device: lambda x: INDEX if on_gpu and x.is_meta else -1,
+            Tensor.data_ptr: lambda x: 0 if x.is_meta else x.data_ptr(),
+            Tensor.__reduce_ex__: lambda x, *a: x.__reduce_ex__(*a),
+        }
+        self.handlers: dict[Any, Callable] = {
             Tensor.to: self._to,
             Tensor.cuda: lambda x, *_, **__: self._to(x, self.device),
             Tensor.cpu: lambda x, *_, **__: self._to(x, "cpu"),
@@ -53,32 +56,23 @@ class OnDevice(TorchFunctionMode):
             Tensor.numpy: lambda x, *a, **k: self._read(x).numpy(*a, **k),
             Tensor.tolist: lambda x: self._read(x).tolist(),
             Tensor.__format__: lambda x, wanted: format(self._read(x), wanted),
-            Tensor.data_ptr: lambda x: 0 if x.is_meta else x.data_ptr(),
-            Tensor.__reduce_ex__: lambda x, *a: x.__reduce_ex__(*a),
-            torch.isfinite: self._is_finite,
-            Tensor.isfinite: self._is_finite,
+            **dict.fromkeys((torch.isfinite, Tensor.isfinite), self._is_finite),
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
             **{create: partial(self._created, create) for create in CONSTRUCTORS},
             **{function: partial(self._with_note, function) for function in UNKNOWN_WORKSPACE},
+            **({torch.dropout: dropout, torch.rms_norm: rms_norm} if on_gpu else {}),
             **replaced,
         }
-        if self.device.type == "cuda":
-            self.handlers |= {F.dropout: dropout, torch.dropout: dropout}
-            self.handlers |= {F.rms_norm: rms_norm, torch.rms_norm: rms_norm}
-        self._inside = {DEVICE, IS_CUDA, IS_CPU, IS_META}
-        self._inside |= {Tensor.get_device, Tensor.data_ptr, Tensor.__reduce_ex__}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        handler = self.handlers.get(func)
-        if handler is None:
-            if kwargs and kwargs.get("device") is not None:
-                kwargs = {**kwargs, "device": self._where(kwargs["device"])}
-            return func(*args, **(kwargs or {}))
-        if func in self._inside:
+        kwargs = kwargs or {}
+        if func in self.attributes:
             with without_function_modes():
-                return handler(*args, **(kwargs or {}))
-        return handler(*args, **(kwargs or {}))
+                return self.attributes[func](*args, **kwargs)
+        if func not in self.handlers and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._where(kwargs["device"])}
+        return self.handlers.get(func, func)(*args, **kwargs)
 
     def _where(self, device: Any) -> torch.device:
         """The device on which a tensor for `device` is created here: meta, if that is the simulated one."""
@@ -94,7 +88,7 @@ class OnDevice(TorchFunctionMode):
 
     def _tensor(self, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor):
-            return self._as_tensor(data, device=device, **kwargs).detach().clone()
+            return self._to(data, device, **kwargs).detach().clone()
         data = map_leaves(lambda x: self._read(x) if isinstance(x, Tensor) else x, data)
         with without_function_modes():
             real = torch.tensor(data, *args, **kwargs)
@@ -108,9 +102,8 @@ class OnDevice(TorchFunctionMode):
         return self._tensor(index) if isinstance(index, list) else index
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-        if not isinstance(data, Tensor):
-            return self._tensor(data, dtype=dtype, device=device)
-        return self._to(data, device, dtype)
+        made = self._to if isinstance(data, Tensor) else self._tensor
+        return made(data, dtype=dtype, device=device)
 
     def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x.to(device, dtype, …) with the device as it is here."""
@@ -140,24 +133,19 @@ class OnDevice(TorchFunctionMode):
             return self.trace.known(x) if x.is_meta else x
 
 
-def simulated_facts(trace: Any, of: Callable) -> Callable:
+def simulated_facts(trace: Any, of: Callable, device: Any = None) -> Any:
     """torch.cuda.get_device_capability or get_device_properties, which answer for the simulated device too."""
-
-    def answer(device: Any = None) -> Any:
-        if getattr(device, "index", device) != INDEX:
-            return of(device)
-        trace.by_card, gpu = True, trace.gpu
-        major, minor = gpu.capability
-        facts = SimpleNamespace(major=major, minor=minor, multi_processor_count=gpu.multiprocessors)
-        return gpu.capability if of.__name__ == "get_device_capability" else facts
-
-    return answer
+    if getattr(device, "index", device) != INDEX:
+        return of(device)
+    trace.by_card, (major, minor) = True, trace.gpu.capability
+    if of.__name__ == "get_device_capability":
+        return major, minor
+    return SimpleNamespace(major=major, minor=minor, multi_processor_count=trace.gpu.multiprocessors)
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> Tensor:
     """On a GPU dropout is one kernel that saves a mask of one byte per entry."""
-    training = _.get("train", training)
-    return torch.native_dropout(x, p, True)[0] if training and 0 < p < 1 else x
+    return torch.native_dropout(x, p, True)[0] if _.get("train", training) and 0 < p < 1 else x
 
 
 def rms_norm(

@@ -23,12 +23,10 @@ from ...engine import fused_qkv, sdpa
 from ...engine.backends import choose
 from ...engine.call import Call, CallFacts, Outputs, Prepared, facts_of
 from ...engine.cpu import kernels, layout
+from ...nested import tensors_in
 from ...nn import cached_rotation, position
 from . import attention
 from .kernels import by_one_launch
-from .nested import tensors_in
-
-NAME = "sparse_attention"
 
 
 @contextmanager
@@ -53,7 +51,8 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
             put(entry, "facts_of", lambda call: _facts(trace, call))
             put(entry, "choose", lambda f, backend: _chosen(trace, f, backend))
             put(kernels, "_pool", [])
-            put(kernels.Buffers, "_allocate", trace.keeping(kernels.Buffers._allocate))
+            allocate = kernels.Buffers._allocate
+            put(kernels.Buffers, "_allocate", lambda *args: trace.keeping(allocate, *args))
             for name in ("allowed", "mask"):
                 put(layout.TileGroup, name, _outside(getattr(layout.TileGroup, name)))
         yield
@@ -79,9 +78,7 @@ def _chosen(trace: Any, f: CallFacts, backend: str) -> Prepared:
             if prepared.build is not None:
                 with _Tables(trace):
                     attend = prepared.build()
-                prepared = replace(
-                    prepared, build=None, run=lambda call: (attend(call.q, call.k, call.v), None)
-                )
+                prepared = replace(prepared, build=None, run=lambda c: (attend(c.q, c.k, c.v), None))
         trace.prepared[f, backend] = prepared
     prepared = trace.prepared[f, backend]
     if prepared.backend != "tiles":
@@ -112,9 +109,9 @@ def _counted(trace: Any, prepared: Prepared, call: Call) -> Outputs:
     heads = call.q.shape[:2].numel()
     offset = None if isinstance(call.at, Tensor) else call.at
     needed = call.pattern.count(call.n, call.m, offset)
-    pairs = attention.CallPairs(heads * needed, heads * prepared.computed, repr(call.pattern))
-    whole = attention.Call(call.q, call.k, call.v, None, call.dropout_p, False, pairs)
-    return attention.counted(trace, NAME, whole, lambda: prepared(call))
+    pairs = heads * needed, heads * prepared.computed, repr(call.pattern)
+    whole = attention.Call(call.q, call.k, call.v, None, call.dropout_p, False, *pairs)
+    return attention.counted(trace, "sparse_attention", whole, lambda: prepared(call))
 
 
 def _sparse(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -6,7 +6,6 @@ nothing. FLOPs are those of matrix products; operations are named that may conta
 
 import re
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -17,24 +16,23 @@ from ...engine.compiled_ops import read_options
 from ...engine.cuda.backend import one_launch
 from .attention import Gpu, Need
 
-Needs = Callable[[tuple, dict, list[Tensor]], int | Need]
+Needs = Callable[[tuple, list[Tensor]], int | Need]
+_capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)
+NATIVE = bool(_capabilities().get("avx512_bf16"))  # whether the CPU multiplies bfloat16 itself
 
 
-def workspace(name: str, args: tuple, kwargs: dict, outs: list[Tensor], device: str) -> int | Need:
+def workspace(name: str, args: tuple, outs: list[Tensor], device: str) -> int | Need:
     """The workspace of this operation, in bytes or as a formula."""
     needs = (CUDA if device == "cuda" else CPU).get(name)
-    return 0 if needs is None else needs(args, kwargs, outs)
+    return 0 if needs is None else needs(args, outs)
 
 
-def _safe_softmax(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
+def _safe_softmax(args: tuple, outs: list[Tensor]) -> int:
     """A softmax, then zeros in rows without a key: a table of bools, and one of rows."""
     return outs[0].numel() + outs[0].numel() // max(outs[0].shape[-1], 1)
 
 
-# -- a GPU --------------------------------------------------------------------------------------------------------
-
-
-def _sum(args: tuple, kwargs: dict, outs: list[Tensor]) -> int | Need:
+def _sum(args: tuple, outs: list[Tensor]) -> int | Need:
     """The sum of a table over its rows: the gradient of a bias."""
     x = args[0]
     if len(args) < 2 or not isinstance(args[1], list | tuple) or not x.dim() or not outs[0].numel():
@@ -42,8 +40,7 @@ def _sum(args: tuple, kwargs: dict, outs: list[Tensor]) -> int | Need:
     axes = {a % x.dim() for a in args[1]}
     if axes != set(range(len(axes))) or len(axes) == x.dim():
         return 0
-    rows = prod(x.shape[: len(axes)])
-    return Need(sum_needs, (rows, x.numel() // max(rows, 1)))
+    return Need(sum_needs, (x.shape[: len(axes)].numel(), x.shape[len(axes) :].numel()))
 
 
 def sum_needs(rows: int, columns: int, gpu: Gpu) -> int:
@@ -56,15 +53,11 @@ def sum_needs(rows: int, columns: int, gpu: Gpu) -> int:
         return 0
     vector = 4 if columns % 4 == 0 else 2 if columns % 2 == 0 else 1
     most, across = 512 // vector, columns // vector
-    width = min(_power(across, most), 32)
-    height = min(_power(rows, most), most // width)
+    height = min(_power(rows, most), most // min(_power(across, most), 32))
     width = min(_power(across, most), most // height)
-    each, grid = rows, -(-across // width)
-    if each < min(16 * height, 256):
-        return 0
-    each = -(-each // height)
+    each, grid = -(-rows // height), -(-across // width)
     fill = gpu.multiprocessors * (2048 // (width * height))
-    if each < 256 or grid > fill:
+    if rows < min(16 * height, 256) or each < 256 or grid > fill:
         return 0
     shares = max(min(-(-fill // grid), -(-each // 16)), -(-each // 256))
     return 4 * columns * shares * width * vector if shares > 1 else 0
@@ -73,11 +66,6 @@ def sum_needs(rows: int, columns: int, gpu: Gpu) -> int:
 def _power(size: int, most: int) -> int:
     """The largest power of two that is at most `size` and `most`."""
     return most if size >= most else 1 << (size.bit_length() - 1)
-
-
-def _embedding_gradient(args: tuple, kwargs: dict, outs: list[Tensor]) -> int | Need:
-    grad, ids = args[:2]
-    return Need(sort_needs, (ids.numel(), outs[0].shape[0], grad.shape[-1]))
 
 
 def sort_needs(rows: int, vocab: int, d: int, gpu: Gpu) -> int:
@@ -94,22 +82,15 @@ def by_one_launch(saved: list[Tensor]) -> bool:
     return not any(x.numel() for x in saved[5:]) and one_launch(n, m, b * h, max(d, v.shape[-1]))
 
 
-def _sparse_backward(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
+def _sparse_backward(args: tuple, outs: list[Tensor]) -> int:
     """Our Triton kernels: one launch needs nothing; several add up one gradient, in 16 bits two, in float32."""
-    (b, h, n, d), (h_kv, m), d_v = args[1][0].shape, args[1][1].shape[1:3], args[1][2].shape[-1]
+    q, k, v = args[1][:3]
     if by_one_launch(args[1]):
         return 0
-    return 4 * b * h * n * d if args[1][0].element_size() == 4 else 4 * b * h_kv * m * (d + d_v)
+    return 4 * q.numel() if q.element_size() == 4 else 4 * (k.numel() + v.numel())
 
 
-# -- the CPU ------------------------------------------------------------------------------------------------------
-
-
-_capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)
-NATIVE = bool(_capabilities().get("avx512_bf16"))  # whether the CPU multiplies bfloat16 itself
-
-
-def _low_product(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
+def _low_product(args: tuple, outs: list[Tensor]) -> int:
     """oneDNN adds up 16-bit products in float32 beside the result; a CPU that has such products does so by blocks.
 
     A block has up to 256 rows and 64 columns; beside it are the columns of the second factor, with their depth in
@@ -128,20 +109,15 @@ def _low_product(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
 CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
     # The kernel stores the product of the gradient and the output.
-    "_softmax_backward_data": lambda args, kwargs, outs: args[0].numel() * args[0].element_size(),
+    "_softmax_backward_data": lambda args, outs: args[0].nbytes,
     "sum": _sum,
-    "embedding_dense_backward": _embedding_gradient,
+    "embedding_dense_backward": lambda args, outs: Need(sort_needs, (args[1].numel(), *outs[0].shape)),
     "sparse_attention_backward": _sparse_backward,
 }
 CPU: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _low_product),
 }
-
-
-def _cdist(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """‖a − b‖ of every pair: a difference and a square per entry, counted like one product."""
-    return 2 * prod(a.shape[:-1]) * b.shape[-2] * a.shape[-1]
 
 
 PRODUCTS: dict[str, Callable[..., int]] = {
@@ -151,7 +127,8 @@ PRODUCTS: dict[str, Callable[..., int]] = {
     "addr": lambda c, a, b, *_, **__: 2 * a.numel() * b.numel(),
     # Groups of rows have a matrix each (experts): every row is multiplied once.
     **dict.fromkeys(("_int_mm", "_grouped_mm"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]),
-    "_cdist_forward": _cdist,
+    # ‖a − b‖ of every pair: a difference and a square per entry, counted like one product.
+    "_cdist_forward": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
 }
 
 
@@ -164,12 +141,6 @@ def _sparse_flops(
     return 2 * q.shape[:-2].numel() * pairs * (q.shape[-1] + v.shape[-1])
 
 
-def _sparse_backward_flops(grads: Any, saved: Any, *options: Any) -> int:
-    """Two products for each of the forward pass; the scores that are computed again are not counted."""
-    q, k, v = saved[:3]
-    return 2 * _sparse_flops(q, k, v, saved[5:], *options[:3])
-
-
 def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, sizes: Any, factors: Any) -> int:
     """Attention of a short sequence, with queries, keys and values side by side."""
     (b, n), m = x.shape[:2], (x if context is None else context).shape[1]
@@ -177,9 +148,12 @@ def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, sizes
     return 2 * b * heads * (n * (n + 1) // 2 if is_causal else n * m) * (d_k + d_v)
 
 
+# The backward pass: two products for each of the forward pass; scores that are computed again are not counted.
 OWN: dict[str, Callable[..., int]] = {
     "sparse_attention": _sparse_flops,
-    "sparse_attention_backward": _sparse_backward_flops,
+    "sparse_attention_backward": lambda _, s, *o: (
+        2 * _sparse_flops(s[0], s[1], s[2], s[5:], o[0], o[1], o[2])
+    ),
     "fused_qkv": _fused_qkv,
     "fused_qkv_backward": lambda grad, *args: 2 * _fused_qkv(*args),
 }

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, wraps
+from functools import lru_cache, partial
 from threading import RLock
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,26 +25,20 @@ from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import compat
-from ...compat import (
-    DispatchMode,
-    aten_operator,
-    aten_operators,
-    without_dispatch_modes,
-    without_function_modes,
-)
+from ...compat import DispatchMode, aten_operator, without_dispatch_modes, without_function_modes
 from ...errors import ShapeError
+from ...nested import map_leaves, tensors_in
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
-from .attention import Gpu, Need, flex, sdpa
+from .attention import H200, Gpu, Need, flex, sdpa
 from .device import OnDevice, dropout, rms_norm, simulated_facts
 from .engine import OWN_HANDLERS, traced_engine
 from .kernels import has_no_product, product_flops
 from .meter import Meter
-from .nested import map_leaves, tensors_in
 
 MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
 MAX_CONSTANT_ENTRIES = 1 << 20  # larger constants are not computed either
-CONSTANTS = aten_operators("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
+CONSTANTS = compat.aten_operators("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
 STATE = ("zeros_like", "empty_like", "clone")  # by which the first step creates an optimizer's state
 READ_SCALAR = aten_operator("_local_scalar_dense")
@@ -74,9 +68,9 @@ class DataDependent(ShapeError):
 class Trace(DispatchMode):
     """Amounts by module and operation, pairs of each attention, operations that were not counted, storages."""
 
-    def __init__(self, device: str = "cpu", gpu: Gpu | None = None):
+    def __init__(self, device: str = "cpu", gpu: Gpu = H200):
         super().__init__()
-        self.device, self.gpu = device, gpu or Gpu()
+        self.device, self.gpu = device, gpu
         self.amounts: dict[tuple[str, str], Amounts] = {}
         self.pairs: list[Pairs] = []
         self.unknown: Counter[str] = Counter()
@@ -87,8 +81,8 @@ class Trace(DispatchMode):
         self.by_card = False  # whether another GPU would run other kernels
         self.prepared: dict[tuple, Any] = {}  # prepared calls of the engine
         self.counts = True  # False inside an attention that is counted as a whole
-        self._paths: list[str] = []  # paths of the modules being called, innermost last
-        self._names: dict[int, str] = {}
+        self.paths: list[str] = []  # paths of the modules being called, innermost last
+        self.names: dict[int, str] = {}
         self._calls: list[tuple[int, str]] = [(-1, "")]  # first node of the autograd graph → module, in order
         self._uncounted: list[tuple[int, int]] = []  # first and last node of calls counted as a whole
         self.values: Any = WeakIdKeyDictionary()  # meta tensor → its real value
@@ -101,36 +95,23 @@ class Trace(DispatchMode):
         if self.in_backward and (node := compat.running_node()) is not None:
             at = bisect_right(self._calls, (node, "\uffff")) - 1
             return self._calls[max(at, 0)][1]
-        return self._paths[-1] if self._paths else ""
+        return self.paths[-1] if self.paths else ""
 
     @property
     def in_backward(self) -> bool:
         return self.meter.phase == "backward"
 
-    @contextmanager
-    def modules_of(self, module: nn.Module) -> Iterator[None]:
-        """Calls of this module and of those inside it are noted, without hooks of their own on them."""
-        self._names = {id(inner): path for path, inner in module.named_modules()}
-        enter = register_module_forward_pre_hook(self._enter)
-        leave = register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            enter.remove()
-            leave.remove()
-            self._paths.clear()
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        path = self._names.get(id(module))
+    def enter(self, module: nn.Module, _: Any) -> None:
+        path = self.names.get(id(module))
         if path is not None:
-            self._paths.append(path)
+            self.paths.append(path)
             self._calls.append((compat.node_number(), path))
             self.work.append(Work(self.meter.phase, path, "module", again=self.in_backward))
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._names and self._paths:
-            self._paths.pop()
-            self._calls.append((compat.node_number(), self._paths[-1] if self._paths else ""))
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self.names and self.paths:
+            self.paths.pop()
+            self._calls.append((compat.node_number(), self.paths[-1] if self.paths else ""))
 
     def add(self, name: str, amounts: Amounts, path: str | None = None) -> None:
         key = (self.path if path is None else path, name)
@@ -141,15 +122,12 @@ class Trace(DispatchMode):
             self.note_work(0, 0, "", "view")
             return
         name, tensors = op.__name__.split(".")[0], tensors_in((args, out))
-        flops, moved = (
-            product_flops(op, args, kwargs, out),
-            sum(x.numel() * x.element_size() for x in tensors),
-        )
+        flops, moved = product_flops(op, args, kwargs, out), sum(x.nbytes for x in tensors)
         made = self.meter.phase == "optimizer" and name in STATE
         if not made and any(x.is_meta for x in tensors):
             dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
-            own = "own" if op.namespace == "regard" else "operation"
-            kind = "attention" if own == "operation" and "attention" in name else own
+            fused = "attention" if "attention" in name else "operation"
+            kind = "own" if op.namespace == "regard" else fused
             lists = sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in name else 0
             self.note_work(flops or 0, moved, str(dtype), kind, lists)
         if not self.counts or self.meter.phase not in ("forward", "backward"):
@@ -158,8 +136,7 @@ class Trace(DispatchMode):
             if not has_no_product(op):
                 self.unknown[f"{op.namespace}.{name} in {self.path or 'the top-level call'}"] += 1
             elif not self.in_backward and isinstance(out, Tensor) and out.is_floating_point():
-                moved = 2 * out.numel() * out.element_size()
-                self.add("elementwise", Amounts(elementwise_flops=out.numel(), bytes=moved))
+                self.add("elementwise", Amounts(elementwise_flops=out.numel(), bytes=2 * out.nbytes))
         elif not self.in_backward:
             self.add(name, Amounts(flops=flops, executed_flops=flops, bytes=moved))
         elif not self._skipped():
@@ -170,7 +147,7 @@ class Trace(DispatchMode):
         self, flops: int | float, moved: int | float, dtype: str, kind: str = "operation", tensors: int = 0
     ) -> None:
         """A kernel or a view of the phase that runs."""
-        dtype, again = dtype.removeprefix("torch."), self.in_backward and bool(self._paths)
+        dtype, again = dtype.removeprefix("torch."), self.in_backward and bool(self.paths)
         self.work.append(Work(self.meter.phase, merged(self.path), kind, flops, moved, dtype, tensors, again))
 
     @contextmanager
@@ -184,7 +161,7 @@ class Trace(DispatchMode):
             self._uncounted.append((first, compat.node_number()))
 
     def _skipped(self) -> bool:
-        if not self._uncounted or (node := compat.running_node()) is None:
+        if (node := compat.running_node()) is None:
             return False
         at = bisect_right(self._uncounted, (node, 1 << 62)) - 1
         return at >= 0 and node < self._uncounted[at][1]
@@ -216,35 +193,23 @@ class Trace(DispatchMode):
         self.meter.track(x, self.path, "table")
         self.kept.add(self.meter.key_of(x))
 
-    def keeping(self, allocate: Callable) -> Callable:
-        """The same function; what it allocates stays from call to call."""
-
-        @wraps(allocate)
-        def call(*args: Any) -> Any:
-            first = len(self.meter.records)
-            out = allocate(*args)
-            self.kept.update(range(first, len(self.meter.records)))
-            return out
-
-        return call
+    def keeping(self, allocate: Callable, *args: Any) -> Any:
+        """What this function returns; what it allocates stays from call to call."""
+        first = len(self.meter.records)
+        out = allocate(*args)
+        self.kept.update(range(first, len(self.meter.records)))
+        return out
 
     def placed(self, x: Tensor) -> Tensor:
         """A copy of a real tensor on the simulated device; its value is known."""
+        return self.tracked(lambda: self.to_meta(x), "copy to the device")
+
+    def tracked(self, make: Callable[[], Tensor], operation: str) -> Tensor:
+        """What this function returns, metered, while nothing inside it is."""
         with without_function_modes(), without_dispatch_modes():
-            twin = self.to_meta(x)
-            self.meter.track(twin, self.path, "copy to the device")
-        return twin
-
-    def tracked(self, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The same function, whose real result is metered."""
-
-        def call() -> Tensor:
-            with without_function_modes(), without_dispatch_modes():
-                x = make()
-                self.meter.track(x, self.path, make.__name__)
-            return x
-
-        return call
+            x = make()
+            self.meter.track(x, self.path, operation)
+        return x
 
     def known(self, x: Tensor) -> Tensor:
         """The value of a meta tensor; an error if it is not known."""
@@ -255,10 +220,10 @@ class Trace(DispatchMode):
             )
         return self.values[x]
 
-    def value_of(self, x: Tensor) -> Tensor | None:
+    def value_of(self, x: Tensor | None) -> Tensor | None:
         """The value of a tensor if it is known; for a mask it is enough to know which pairs it excludes."""
         with without_function_modes():
-            return self.values.get(x, self._masks.get(x)) if x.is_meta else x
+            return self.values.get(x, self._masks.get(x)) if x is not None and x.is_meta else x
 
     def readable(self, x: Tensor) -> bool:
         """Whether the engine reads this table of rows without a key; where it is unknown, no row is empty."""
@@ -288,16 +253,13 @@ class Trace(DispatchMode):
         if outs and outs[0].is_meta:
             if plain:
                 self._compute_values(func, args, kwargs, tensors, outs)
-            self._meter(func, args, kwargs, outs)
+            name = "view" if func.is_view else func.__name__.split(".")[0]
+            for x in outs:
+                if self.meter.key_of(x) is None:
+                    self.meter.track(x, self.path, name)
+            self.workspace(kernels.workspace(name, args, outs, self.device), name)
         self._count(func, args, kwargs, out)
         return out
-
-    def _meter(self, func: Any, args: tuple, kwargs: dict, outs: list[Tensor]) -> None:
-        name = "view" if func.is_view else func.__name__.split(".")[0]
-        for x in outs:
-            if self.meter.key_of(x) is None:
-                self.meter.track(x, self.path, name)
-        self.workspace(kernels.workspace(name, args, kwargs, outs, self.device), name)
 
     def workspace(self, need: int | Need, operation: str) -> None:
         """Bytes that an operation allocates and frees while it runs."""
@@ -308,29 +270,23 @@ class Trace(DispatchMode):
         self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], outs: list[Tensor]
     ) -> None:
         """The same call on real values, if all inputs are known and nothing is random."""
+        out, name = outs[0], func.__name__
         if sum(x.numel() for x in outs) > MAX_VALUE_ENTRIES:
             return
         if func.overloadpacket in CONSTANTS:
-            self._set_constant(func, args, kwargs, outs[0])
-            return
-        if not self.all_known(*tensors):
-            if tensors and outs[0] is tensors[0]:  # written in place with unknown values
-                self.values.pop(outs[0], None)
-            self._propagate_mask(func, args, kwargs, outs[0])
-            return
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            name = func.__name__
-            if outs[0].numel() == 1 and name.startswith(("rand.", "uniform")):  # so that no layer is dropped
-                self.values[outs[0]] = torch.full(outs[0].shape, 0.999, dtype=outs[0].dtype)
-            elif not outs[0].dim() and func.__name__.startswith("randint"):  # a seed
-                self.values[outs[0]] = torch.ones((), dtype=outs[0].dtype)
-            return
-        if func.__name__.startswith(("cos.", "sin.")):  # no mask is made of angles
-            return
-        if "empty" in func.__name__ and outs[0].is_floating_point():
-            return
-        for x, value in zip(outs, self.computed(func, args, kwargs)):
-            self.values[x] = value
+            self._set_constant(func, args, kwargs, out)
+        elif not self.all_known(*tensors):
+            if tensors and out is tensors[0]:  # written in place with unknown values
+                self.values.pop(out, None)
+            self._propagate_mask(func, args, kwargs, out)
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            if out.numel() == 1 and name.startswith(("rand.", "uniform")):  # so that no layer is dropped
+                self.values[out] = torch.full(out.shape, 0.999, dtype=out.dtype)
+            elif not out.dim() and name.startswith("randint"):  # a seed
+                self.values[out] = torch.ones((), dtype=out.dtype)
+        elif not name.startswith(("cos.", "sin.")) and not ("empty" in name and out.is_floating_point()):
+            for x, value in zip(outs, self.computed(func, args, kwargs)):  # no mask is made of angles
+                self.values[x] = value
 
     def _set_constant(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         """The value of new_ones, zeros_like, …, which depends on no value of the tensor that they are like."""
@@ -353,6 +309,9 @@ class Trace(DispatchMode):
 
     def all_known(self, *tensors: Tensor) -> bool:
         return all(x in self.values or not x.is_meta for x in tensors)
+
+    def _real(self, x: Any) -> Any:
+        return self.values[x] if isinstance(x, Tensor) and x.is_meta else x
 
     def _propagate_mask(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         """A mask with −∞ to which something learned is added still excludes the same pairs, and so do its views."""
@@ -378,35 +337,32 @@ class Trace(DispatchMode):
         if float(value) <= LOWEST:
             self._masks[out] = (condition if name == "where" else ~condition).expand(out.shape)
 
-    def _real(self, x: Any) -> Any:
-        return self.values[x] if isinstance(x, Tensor) and x.is_meta else x
-
 
 @lru_cache(maxsize=1 << 14)
 def merged(path: str) -> str:
-    """The path with layer numbers merged: layers.3.linear → layers.*.linear. A path of numbers alone, as in an
-    `nn.Sequential`, keeps them: it would have no name left."""
+    """The path with layer numbers merged: layers.3.linear → layers.*.linear; a path of numbers alone keeps them."""
     short = re.sub(r"(?<![^/.])\d+(?![^/.])", "*", path)
     return path if set(short) <= set("*/.") else short
 
 
 @contextmanager
-def tracing(trace: Trace) -> Iterator[None]:
-    """Everything that is called inside runs on meta tensors and is counted."""
-    collects = gc.isenabled()
-    fused = sdpa(trace)
+def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
+    """Everything that is called inside runs on meta tensors and is counted; calls of modules are noted."""
+    collects, fused = gc.isenabled(), partial(sdpa, trace)
+    trace.names = {id(inner): path for path, inner in module.named_modules()}
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
     replaced: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", fused),
         (checkpoint, "get_device_states", lambda *_: ([], [])),
-        *((module, name, flex(trace)) for module, name in _importers_of_flex()),
+        *((module, name, partial(flex, trace)) for module, name in _importers_of_flex()),
     ]
     if trace.device == "cuda":
         replaced += [(F, "dropout", dropout), (F, "rms_norm", rms_norm)]
         for name in ("get_device_capability", "get_device_properties"):
-            replaced.append((torch.cuda, name, simulated_facts(trace, getattr(torch.cuda, name))))
+            replaced.append((torch.cuda, name, partial(simulated_facts, trace, getattr(torch.cuda, name))))
     if trace.device == "cpu":
-        replaced.append((torch, "get_rng_state", trace.tracked(torch.get_rng_state)))
+        state = partial(trace.tracked, torch.get_rng_state, "get_rng_state")
+        replaced.append((torch, "get_rng_state", state))
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
         for module, name, replacement in replaced:
@@ -421,6 +377,9 @@ def tracing(trace: Trace) -> Iterator[None]:
         stack.enter_context(autocast.simulated(trace.device if trace.device == "cuda" else "cpu"))
         stack.enter_context(OnDevice(trace, {SDPA: fused}))
         stack.enter_context(trace)
+        stack.callback(trace.paths.clear)
+        stack.enter_context(register_module_forward_pre_hook(trace.enter))
+        stack.enter_context(register_module_forward_hook(trace.leave, always_call=True))
         yield
 
 

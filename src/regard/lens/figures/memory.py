@@ -3,7 +3,8 @@
 from typing import Any
 
 from ...costs.memory.report import KINDS, OUTSIDE, Alive, Peak, readable
-from ...costs.time import Estimate, Roofline
+from ...costs.time import Estimate
+from ...machine import Roofline
 from . import style
 
 MAX_RECTANGLES = 14  # of one kind; smaller modules are one rectangle

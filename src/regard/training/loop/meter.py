@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...costs.time import time_call
+from ...machine import product_rate
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Meter:
 @cache
 def peak(device: str, dtype: str = "float32", threads: int = 0) -> float:
     """FLOP/s of a large matrix product, measured; `threads` is only part of the cache key."""
-    n = 8192 if device == "cuda" else 1024
-    a, b = (torch.randn(n, n, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    return 2 * n**3 / time_call(lambda: a @ b, device, reduce=min)
+    return product_rate(8192 if device == "cuda" else 1024, getattr(torch, dtype), device)
 
 
 def memory_used(device: torch.device) -> int | None:

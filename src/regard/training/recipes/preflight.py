@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ... import files, spec
-from ...costs import time as machines
 from ...costs.entry import cost
 from ...costs.memory.step import TrainingStep
 from ...costs.result import Cost
+from ...costs.time import estimate
 from ...errors import FormatError, RegardError, SpecError
 from ...laws import Budget, check
+from ...machine import Roofline, load_roofline, measure
 from ..data.batches import by_tokens
 from ..data.datasets import ContinuousText, SentencePairs
 from ..loop import meter
@@ -236,13 +237,13 @@ def meter_of(recipe: Recipe, rows: Any, device: torch.device, world: int = 1) ->
     return meter.Meter(flops, world * peak, device)
 
 
-def _roofline(device: torch.device) -> tuple[machines.Roofline, str]:
+def _roofline(device: torch.device) -> tuple[Roofline, str]:
     """The stored or measured peak rates of this machine, and where they come from."""
-    known, kind = machines.load_roofline(), "CPU" if device.type == "cpu" else meter.machine(device)["device"]
+    known, kind = load_roofline(), "CPU" if device.type == "cpu" else meter.machine(device)["device"]
     if known is not None and kind in known.machine:
         return known, f"from the rates of `regard bench machine` ({known.machine})"
     with random_state_kept(device):
-        measured = machines.measure(device.type)
+        measured = measure(device.type)
     rate, bandwidth = measured.flops_per_s["float32"] / 1e9, measured.bytes_per_s / 1e9
     return measured, f"from rates measured now: {rate:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s"
 
@@ -253,7 +254,7 @@ def _estimated_speed(
     """The time of an update from its FLOPs and bytes and the machine's peak rates, without Python's overhead."""
     roofline, method = _roofline(device)
     s, per = recipe.settings, WEIGHT_PASSES
-    phases = machines.estimate(costs, roofline).phases
+    phases = estimate(costs, roofline).phases
     passes, update = phases["forward"] + phases["backward"], phases["optimizer"]
     times = (per["norm"] if s.clip else 0) + (per["average"] if s.average else 0)
     seconds = s.accumulate * passes + update + times * 4 * parameters / roofline.bytes_per_s

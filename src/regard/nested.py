@@ -1,6 +1,6 @@
-"""Arguments and results as nested tuples, lists and dictionaries of tensors."""
+"""Arguments and results of models: nested tuples, lists and mappings of tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -9,8 +9,8 @@ PLAIN = {int, float, bool, str, type(None)}
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries, in order."""
-    if isinstance(tree, dict):
+    """The tensors in nested tuples, lists and mappings, in order."""
+    if isinstance(tree, Mapping):
         tree = tree.values()
     elif not isinstance(tree, tuple | list):
         return [tree] if isinstance(tree, Tensor) else []
