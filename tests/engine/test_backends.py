@@ -75,9 +75,9 @@ def test_a_pattern_with_data_runs_by_the_faster_of_packed_documents_and_gathered
     of_documents = facts(rg.documents(torch.arange(4096, device="cpu") // 64))
 
     def variant(listed, packed, no_documents=None):
-        found = None if listed is None else Prepared("tiles", backend.LISTED, None, seconds=listed)
+        found = None if listed is None else Prepared("tiles", backend.LISTED, int, seconds=listed)
         monkeypatch.setattr(backend, "_listed", lambda f: found)
-        monkeypatch.setattr(backend, "_merged", lambda f, name: Prepared("tiles", name, None, seconds=packed))
+        monkeypatch.setattr(backend, "_merged", lambda f, name: Prepared("tiles", name, int, seconds=packed))
         monkeypatch.setattr(backend, "_no_documents", lambda f: no_documents)
         return TABLE["tiles"].prepare(of_documents).variant
 

@@ -185,7 +185,7 @@ def _row_extras(q: Tensor, lengths: Any, at: Any) -> tuple | None:
 
 
 def _key(
-    q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: float | None, backend: str, rows: tuple = ()
+    q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: object, backend: str, rows: tuple = ()
 ) -> tuple | None:
     """The cache key of a call with only these arguments; None if the contents of a tensor decide how it runs, or if a
     compiler, a transform or a dispatch mode must see PyTorch's operations."""

@@ -220,7 +220,7 @@ def fused_backward(
     grad: Float[Tensor, "b h n d_v"],
     of: tuple[Tensor, ...],
     scale: float,
-    mask: Float[Tensor, "n m"] | None = None,
+    mask: Float[Tensor, "*b n m"] | None = None,
     triangle: bool = False,
 ) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
     """The gradients of q, k and v. of: q, k, v, o, lse. The last two may be those of a larger set of pairs, and lse
