@@ -120,7 +120,7 @@ REFUSED = [
         "tiles",
         rg.where(torch.ge),
         {},
-        "where(ge) is not documents(ids), or that and words that read i − j; use backend='sdpa'",
+        "a function decides where(ge), which may give something else at the next call; use backend='sdpa'",
     ),
     (
         "tiles",

@@ -418,7 +418,9 @@ def dense(case: Case, device: str) -> Any:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (reference.repeat_heads(x.masked_fill(past, 0.0), case.h) for x in (k, v))
-        added = ByDistance(**parts).dense(where, torch.arange(case.m, device=device)) if parts else None
+        added = None
+        if parts:
+            added = ByDistance(**parts).dense(where, torch.arange(case.m, device=device)).to(q.dtype)
         found = reference.attend(q, k, v, allowed, bias=added, scale=case.scale, softcap=case.softcap)
         wide = found.scores if q.dtype == torch.float64 else found.scores.float()
         o = found.o

@@ -274,7 +274,9 @@ class DistanceScore(Score):
     ) -> Float[Tensor, "*b h n m"]:
         bias = self.by_distance()
         assert bias is not None
-        return bias.dense(q_positions, k_positions)
+        given = bias.slopes if bias.table is None else bias.table
+        assert given is not None
+        return bias.dense(q_positions, k_positions).to(given.dtype)
 
 
 class Alibi(DistanceScore):

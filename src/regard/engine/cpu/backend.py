@@ -107,6 +107,8 @@ def _no_documents(f: CallFacts) -> str | None:
         return "a compiler or a transform observes the call, and the parents of a tree must be read"
     if split is None and any(isinstance(leaf, documents.documents | tree) for leaf in f.pattern.leaves()):
         return f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
+    if split is None and any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
+        return f"a function decides {f.pattern!r}, which may give something else at the next call"
     if split is None:
         return (
             f"{f.pattern!r} is decided by data or a grid: its keys are gathered from {gathered_layout.DATA_ROWS} "
