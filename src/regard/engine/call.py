@@ -201,8 +201,10 @@ class CallFacts:
         keys or one query at the end."""
         if self.table or self.lengths or self.bias != "none" or self.softcap is not None:
             return False
-        if self.n == 0 or self.m == 0 or isinstance(self.pattern, full):
-            return self.n > 0 and self.m > 0
+        if self.n == 0 or self.m == 0:
+            return False
+        if isinstance(self.pattern, full):
+            return True
         if not isinstance(self.pattern, causal) or self.at is not None or self.row_offsets:
             return False
         return self.n == self.m or self.n == 1
