@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5Model
 
 import regard as rg
-from regard.interop import huggingface, use
+from regard.interop import huggingface, patterned
 from regard.interop.huggingface import attention, registration
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -336,8 +336,8 @@ def test_a_dictionary_of_attention_classes_gets_one_that_runs_by_regard(monkeypa
     for p in model.parameters():
         p.data.add_(torch.randn_like(p), alpha=0.1)  # tables of relative positions begin at zero
     twin.load_state_dict(model.state_dict())
-    calls, computed = [], use.sdpa_with_pattern
-    monkeypatch.setattr(use, "sdpa_with_pattern", lambda *a, **k: calls.append(1) or computed(*a, **k))
+    calls, computed = [], patterned.sdpa_with_pattern
+    monkeypatch.setattr(patterned, "sdpa_with_pattern", lambda *a, **k: calls.append(1) or computed(*a, **k))
     ours = model(given).last_hidden_state
     assert len(calls) == 2
     assert relative(ours, twin(given).last_hidden_state) < 1e-5
