@@ -11,7 +11,7 @@ from regard.costs import example, plan, stepping
 from regard.costs.gpus import CARDS, card
 from regard.costs.memory.runs import Setting, run
 from regard.costs.memory.step import TrainingStep
-from regard.costs.planner import SHARE, Option, Wanted, planned
+from regard.costs.planner import PROGRESS, SHARE, Option
 from regard.costs.sizes import Size
 from regard.costs.subject import Runs, Subject
 from regard.costs.time import HOST, time_of
@@ -64,9 +64,11 @@ def test_cards_share_runs_and_progress_is_reported(monkeypatch):
     monkeypatch.setattr("regard.costs.planner._Search.longest", lambda *_: None)
     traced, reported = [], []
     monkeypatch.setattr("regard.costs.planner.run", lambda setting: traced.append(1) or run(setting))
-    alone = planned(unrotated, Wanted(gpu="h100", n=160))
+    alone = plan(unrotated, gpu="h100", n=160)
     alone_traced = len(traced)
-    several = planned(unrotated, Wanted(gpu="l4,h100,4090", n=160), lambda *given: reported.append(given))
+    before = PROGRESS.set(lambda *given: reported.append(given))
+    several = plan(unrotated, gpu="l4,h100,4090", n=160)
+    PROGRESS.reset(before)
     assert reported == [(f"{g}: bfloat16", i, 3) for i, g in enumerate(("h100", "l4", "4090"))]
     assert len(traced) == 2 * alone_traced  # the smaller cards need no run of their own
     assert alone.choices[0] in several.choices
@@ -133,6 +135,7 @@ def test_a_foreign_model_is_planned_and_its_code_runs_the_planned_step(monkeypat
     assert {c.gpu for c in result.choices} == {"l4", "4090"} and len(result.choices) == 4
     assert result.best.longest_n == 64  # its table of positions
     assert "4090: 24 GB, 1.01 TB/s" in str(result) and "NVIDIA" in str(result)
+    assert "the configuration is built as GPT2LMHeadModel" in str(result)
     for choice in result.choices[:2]:
         code = choice.code.replace(".cuda()", "").replace(f"batch={choice.batch})", "batch=2, device='cpu')")
         assert code != choice.code

@@ -23,7 +23,7 @@ from .memory.runs import Setting, run
 from .memory.step import training_of
 from .result import Cost
 from .sizes import Request
-from .subject import Subject, build, is_config
+from .subject import Subject, build, class_note, is_config
 from .trace.tracer import Trace
 from .tree import Amounts, Part
 
@@ -75,7 +75,9 @@ def cost(
             f"pass n= instead of example inputs"
         )
     request = Request(model, *_lengths(model, n, m), batch, dtype, train, backend, device)
-    return _of_declaration(request) if isinstance(model, Spec) else _of_module(request, example_inputs)
+    if isinstance(model, Spec):
+        return _of_declaration(request)
+    return _of_module(request, example_inputs, () if n else (f"n = {DEFAULT_N}, as none was given",))
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -137,7 +139,7 @@ def _memory(request: Request) -> Memory:
     return Memory(Subject(request.spec).setting_of(request), request)
 
 
-def _of_module(request: Request, inputs: tuple[Any, ...]) -> Cost:
+def _of_module(request: Request, inputs: tuple[Any, ...], length_note: tuple[str, ...]) -> Cost:
     """The cost of running the model on meta tensors: no weight is allocated, no product is computed."""
     if not CAN_DISPATCH:
         raise SpecError(
@@ -149,10 +151,11 @@ def _of_module(request: Request, inputs: tuple[Any, ...]) -> Cost:
             f"cannot find the cost of {type(model).__name__}; pass a spec, the name of a preset, an nn.Module or a "
             f"Hugging Face configuration"
         )
-    training, fitting = training_of(request.train), None
+    training, fitting, notes = training_of(request.train), None, class_note(request.spec, model)
     if not inputs and hasattr(model, "config"):
         fitting = partial(Subject(model).fits, request)
         setting = replace(Subject(model).setting_of(request), evaluate=False)
+        notes += length_note if Subject(model).tokens is None else ()
     else:
         named = len(inputs) == 1 and isinstance(inputs[0], Mapping)
         given: tuple[tuple, dict] = ((), dict(inputs[0])) if named else (inputs, {})
@@ -166,7 +169,7 @@ def _of_module(request: Request, inputs: tuple[Any, ...]) -> Cost:
     sizes = {f"input {k}": "×".join(map(str, x.shape)) for k, x in enumerate(tensors_in(setting.given))}
     sizes |= _where(request, bool(training) if training in (None, TrainingStep()) else training)
     tree, unknown = _tree(trace, main.module, name), (f"{op} ({k} ×)" for op, k in trace.unknown.items())
-    found = tuple(trace.pairs), tuple(unknown), tuple(trace.notes)
+    found = tuple(trace.pairs), tuple(unknown), (*notes, *trace.notes)
     return Cost(name, sizes, tree, *found, remember=memory, fitting=fitting)
 
 

@@ -22,6 +22,8 @@ from .trace.attention import H200, Gpu
 from .trace.tracer import Work
 
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "MTModel")
+# transformers' tables of model classes, in the order in which a configuration without architectures is looked up.
+TABLES = ["SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "IMAGE_CLASSIFICATION"]
 CLASSIFIERS = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
 NO_LIMIT, MAX_BATCH = 1 << 30, 1 << 24
 
@@ -233,19 +235,36 @@ def is_config(model: Any) -> bool:
 
 
 def build(config: Any) -> nn.Module:
-    """The model of a configuration on meta tensors, of the architecture that it names if any."""
+    """The model of a configuration on meta tensors: of the class that it names, else that of its family."""
     import transformers  # which made the configuration
 
     name = (getattr(config, "architectures", None) or [None])[0]
-    kind = getattr(transformers, name, None) if name else None
-    if name and kind is None:
+    kind = getattr(transformers, name, None) if name else _head_class(config, transformers)
+    if kind is None:
         raise SpecError(
             f"transformers {transformers.__version__} has no {name}: upgrade it, or leave architectures out of the "
             f"configuration"
         )
     with torch.device("meta"):
-        model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
-    return model.eval()
+        return kind(config).eval()
+
+
+def _head_class(config: Any, transformers: Any) -> Any:
+    """The language model or image classifier of this family, or its base model if it has neither."""
+    tables = ["CAUSAL_LM", *TABLES] if getattr(config, "is_decoder", False) else TABLES
+    for name in tables:
+        table = getattr(transformers, f"MODEL_FOR_{name}_MAPPING", {})
+        if type(config) in table:
+            kind = table[type(config)]
+            return kind[0] if isinstance(kind, tuple) else kind
+    return transformers.AutoModel.from_config
+
+
+def class_note(model: Any, built: Any) -> tuple[str, ...]:
+    """Which class a configuration became."""
+    name = type(built).__name__
+    text = f"the configuration is built as {name}; config.architectures = [...] names another class"
+    return (text,) if is_config(model) else ()
 
 
 def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict[str, Tensor]:
@@ -261,7 +280,10 @@ def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict
     encodes = bool(getattr(config, "is_encoder_decoder", False))
     given = {"input_ids": _ids(batch, size.m if encodes else size.n)}
     if labels and name.endswith(HEADS):
-        return given | {"labels": _ids(batch, size.n)}
+        classes = {"labels": _ids(batch, size.n)}
+        encodes = (
+            encodes and getattr(config, "decoder_start_token_id", None) is None
+        )  # else labels are shifted
     if encodes and "decoder_input_ids" in inspect.signature(model.forward).parameters:
         given["decoder_input_ids"] = _ids(batch, size.n)
     return given | classes
