@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -532,3 +534,14 @@ def test_unknown_values_are_taken_to_be_finite(unusual):
     without = rg.cost(Clamps(lambda y: False), torch.randn(2, 8))
     assert with_branch.flops == without.flops
     assert "values are taken to be finite" in " ".join(map(str, with_branch.notes))
+
+
+def test_the_first_trace_of_a_process_has_the_peak_of_all_others():
+    """The first dispatch imports torch._dynamo; the tensors of that operation were alive for too long."""
+    program = (
+        "import torch, regard as rg; from torch import nn\n"
+        "m = nn.Sequential(nn.Linear(64, 640), nn.ReLU(), nn.Linear(640, 64))\n"
+        "print([rg.cost(m, torch.zeros(50, 64)).memory.inference_peak for _ in range(3)])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout == "[599296, 599296, 599296]\n", found.stderr
