@@ -545,3 +545,16 @@ def test_the_first_trace_of_a_process_has_the_peak_of_all_others():
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert found.stdout == "[599296, 599296, 599296]\n", found.stderr
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["T5", "Mamba"])
+def test_models_that_read_attributes_of_a_linear_layer_take_adapters(family):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "T5": {"num_layers": 1, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "vocab_size": 50},
+        "Mamba": {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 50},
+    }[family]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    full, lora = (cost(config, n=8, train=TrainingStep(lora=k)).memory for k in (0, 2))
+    assert 0 < lora.gradients < full.gradients / 2

@@ -84,6 +84,10 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + self.up(self.down(x))
 
+    def __getattr__(self, name: str) -> Any:
+        """What a model reads of a linear layer, such as the dtype of its weight, is that of the inner one."""
+        return super().__getattr__(name) if name in self._modules else getattr(self.inner, name)
+
 
 def adapt(module: nn.Module, rank: int) -> None:
     """Adapters of this rank on every linear layer whose weight is its own; everything else is frozen."""
@@ -202,9 +206,7 @@ def _optimizer(parameters: list[Any], training: TrainingStep, device: str) -> An
         try:
             return import_module("bitsandbytes.optim").AdamW8bit(parameters)
         except ModuleNotFoundError as missing:
-            raise SpecError(
-                "optimizer='adamw8bit' runs with bitsandbytes: pip install bitsandbytes"
-            ) from missing
+            raise SpecError("optimizer='adamw8bit': pip install bitsandbytes, which has it") from missing
     by_default = "foreach" if device == "cuda" else "for_loop"
     implementation = by_default if training.implementation == "auto" else training.implementation
     options: dict[str, Any] = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
