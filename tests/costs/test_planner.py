@@ -17,6 +17,7 @@ from regard.costs.subject import Runs, Subject
 from regard.costs.time import HOST, time_of
 from regard.costs.trace.attention import Call, Gpu, kernel_of
 from regard.costs.trace.tracer import Work
+from regard.errors import SpecError
 
 unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
 tiny = dataclasses.replace(rg.preset("tiny-gpt"), layers=1)
@@ -178,3 +179,11 @@ def test_every_card_has_a_source_and_an_unknown_one_is_named():
         card("h1000")
     with pytest.raises(rg.SpecError, match="cannot run Linear at other sizes: pass a declaration"):
         plan(torch.nn.Linear(2, 2), memory=10**9)
+
+
+@unchecked
+def test_a_function_that_builds_a_model_is_planned():
+    (choice, *_) = plan(lambda: tiny, gpu="l4", n=32).choices
+    assert choice.code == plan(tiny, gpu="l4", n=32).choices[0].code
+    with pytest.raises(SpecError, match="cannot run tuple at other sizes: pass a declaration"):
+        plan(lambda: (tiny, 3), gpu="l4")

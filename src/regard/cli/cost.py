@@ -191,7 +191,7 @@ def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
 
     thing = targets.read(source)
     if ":" in source and inspect.isfunction(thing) and not inspect.signature(thing).parameters:
-        from ..costs.entry import built
+        from ..costs.subject import built
 
         thing = built(thing)
     if isinstance(thing, tuple) and not thing:

@@ -19,7 +19,7 @@ from .memory.allocator import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
-from .subject import MAX_BATCH, Runs, Subject, class_note
+from .subject import MAX_BATCH, Runs, Subject, built, class_note
 from .time import time_of
 from .trace.attention import A100, H200, Gpu
 
@@ -118,11 +118,12 @@ def plan(
 ) -> Plan:
     """The largest batch that fits, for each kind of step, with its time: sorted by tokens per second.
 
-    model: a declaration, the name of a preset, a Hugging Face configuration or model. gpu: names of cards, separated
-    by commas (h200, h100, a100-80, a100-40, l40s, l4, 4090, …); memory: bytes of a card, in place of its own.
-    train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward pass and generation. ranks:
-    cards that share the work (FSDP2). pattern: replaces the pattern of a declared attention.
+    model: a declaration, the name of a preset, a Hugging Face configuration or model, or a function that returns one.
+    gpu: names of cards, separated by commas (h200, h100, a100-40, l40s, l4, 4090, …); memory: bytes of a card,
+    in place of its own. train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward pass and
+    generation. ranks: cards that share the work (FSDP2). pattern: replaces the pattern of a declared attention.
     """
+    model = built(model)
     subject = Subject.of(model)
     for name, given in (("ranks", ranks), ("n", 1 if n is None else n)):
         require_positive(name, given)

@@ -111,9 +111,7 @@ class Cost(ShownAsTables):
     def fits(self, budget: int, vary: str = "batch") -> int:
         """The largest batch (or n, with `vary="n"`) whose peak memory is at most `budget` bytes; 0 if none fits."""
         if self.fitting is None:
-            raise SpecError(
-                f"{self.name} was traced at one size; declare a spec to find the largest size that fits"
-            )
+            raise SpecError(f"{self.name} was traced at one size; declare a spec to find what fits")
         return self.fitting(budget, vary)
 
     @cached_property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import spec
-from ..errors import SpecError
+from ..errors import RegardError, SpecError
 from ..nested import map_leaves
 from ..nn.example_inputs import example_inputs, example_targets
 from ..spec.base import require_known, require_positive
@@ -227,6 +227,40 @@ def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> i
     return low
 
 
+def built(build: Any) -> Any:
+    """What a function without arguments returns, on meta tensors; a model, a configuration or a name as it is."""
+    if isinstance(build, spec.Spec | nn.Module) or is_config(build) or not callable(build):
+        return build
+    needed = required(build)
+    if needed:
+        raise SpecError(
+            f"{name_of(build)} needs {', '.join(needed)}: pass example inputs, rg.cost(f, *inputs), or a function "
+            f"without arguments that returns a model"
+        )
+    try:
+        with torch.device("meta"):
+            return build()
+    except RegardError:
+        raise
+    except Exception as e:
+        raise SpecError(f"{name_of(build)}() fails on meta tensors: {type(e).__name__}: {e}") from e
+
+
+def name_of(model: Any) -> str:
+    """The name of a function, or the class of a model."""
+    return getattr(model, "__name__", None) or type(model).__name__
+
+
+def required(call: Callable) -> list[str]:
+    """The positional arguments of a function that have no default."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+
+
 # -- Hugging Face -------------------------------------------------------------------------------------------------
 
 
@@ -281,9 +315,8 @@ def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict
     given = {"input_ids": _ids(batch, size.m if encodes else size.n)}
     if labels and name.endswith(HEADS):
         classes = {"labels": _ids(batch, size.n)}
-        encodes = (
-            encodes and getattr(config, "decoder_start_token_id", None) is None
-        )  # else labels are shifted
+        # The model shifts the labels to get the decoder's input, if it knows the first token.
+        encodes = encodes and getattr(config, "decoder_start_token_id", None) is None
     if encodes and "decoder_input_ids" in inspect.signature(model.forward).parameters:
         given["decoder_input_ids"] = _ids(batch, size.n)
     return given | classes

@@ -349,7 +349,9 @@ def merged(path: str) -> str:
 def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
     """Everything that is called inside runs on meta tensors and is counted; calls of modules are noted."""
     with without_function_modes(), Trace():
-        torch.empty(0)  # the first dispatch of a process imports torch._dynamo, and keeps its tensors meanwhile
+        torch.empty(
+            0
+        )  # the first dispatch of a process imports torch._dynamo, and keeps its tensors meanwhile
     collects, fused = gc.isenabled(), partial(sdpa, trace)
     trace.names = {id(inner): path for path, inner in module.named_modules()}
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
