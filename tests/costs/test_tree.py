@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -324,3 +325,16 @@ def test_a_formula_without_sympy_names_the_extra(monkeypatch):
         SpecError, match=r"formulas need sympy, which is not installed: pip install 'regard\[cost\]'"
     ):
         result.formula  # noqa: B018
+
+
+@pytest.mark.parametrize("sizes", [{"n": 100}, {"m": 3}, {"batch": 7}, {"n": 100, "m": 3, "batch": 7}])
+def test_inputs_and_sizes_are_not_given_together(sizes):
+    with pytest.raises(SpecError, match="the example inputs have sizes; pass one of the two"):
+        cost(torch.nn.Linear(8, 8), torch.zeros(4, 8), **sizes)
+
+
+def test_frozen_names_that_match_no_parameter_are_an_error():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    for frozen, words in (("zzz*", "known: *.bias, *.weight"), ("0.weigth", "did you mean *.weight?")):
+        with pytest.raises(SpecError, match=re.escape(f"frozen={frozen!r} matches no parameter; {words}")):
+            cost(model, torch.zeros(4, 8), train=rg.TrainingStep(frozen=("0.bias", frozen)))

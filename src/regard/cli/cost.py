@@ -158,6 +158,7 @@ def of(request: CostRequest) -> None:
     """
     from ..costs.entry import cost as price
 
+    require_one(json=request.as_json, latex=request.latex)
     thing, inputs = _read(request.source)
     result = price(
         thing,
@@ -183,6 +184,13 @@ def of(request: CostRequest) -> None:
     _show(result.table(request.depth))
     for _, text in extra.values():
         typer.echo(text)
+
+
+def require_one(**forms: bool) -> None:
+    """At most one form of output was requested."""
+    wanted = [f"--{name}" for name, given in forms.items() if given]
+    if len(wanted) > 1:
+        raise SpecError(f"{' and '.join(wanted)} are two forms of output; choose one")
 
 
 def _read(source: str) -> tuple[Any, tuple[Any, ...]]:

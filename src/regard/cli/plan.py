@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SpecError
-from .cost import size_of
+from .cost import require_one, size_of
 from .forms import FORMS
 from .options import with_options
 
@@ -74,6 +74,7 @@ def plan(request: PlanRequest) -> None:
     from ..pattern.parse import parse_pattern
     from . import targets
 
+    require_one(json=request.as_json, code=request.code is not None)
     with progress_bar() as progress:
         before = PROGRESS.set(progress)
         result = find_plan(

@@ -70,6 +70,8 @@ def cost(
             f"{type(model).__name__} is a declaration: its cost follows from its sizes; "
             f"pass n= instead of example inputs"
         )
+    elif (n, m, batch) != (None, None, 1):
+        raise SpecError(f"n={n}, m={m}, batch={batch}: the example inputs have sizes; pass one of the two")
     request = Request(model, *_lengths(model, n, m), batch, dtype, train, backend, device)
     if isinstance(model, Spec):
         return _of_declaration(request)

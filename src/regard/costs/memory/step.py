@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import without_function_modes
-from ...errors import ShapeError, SpecError
+from ...errors import ShapeError, SpecError, nearest
 from ...nested import tensors_in
 from ...nn.stack import Stack
 from ...spec.base import require_known, require_positive
+from ..trace.tracer import merged
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
 IMPLEMENTATIONS = ("auto", "for_loop", "foreach", "fused")
@@ -100,9 +101,14 @@ def adapt(module: nn.Module, rank: int) -> None:
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
-    for name, p in module.named_parameters():
-        if any(fnmatch(name, pattern) for pattern in patterns):
-            p.requires_grad_(False)
+    named = dict(module.named_parameters())
+    for pattern in patterns:
+        matches = [name for name in named if fnmatch(name, pattern)]
+        if not matches:
+            known = nearest(pattern, set(map(merged, named)))
+            raise SpecError(f"frozen={pattern!r} matches no parameter; {known}")
+        for name in matches:
+            named[name].requires_grad_(False)
 
 
 def checkpoint(module: Any, wanted: bool | str | None) -> None:
