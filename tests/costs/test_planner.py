@@ -187,3 +187,9 @@ def test_a_function_that_builds_a_model_is_planned():
     assert choice.code == plan(tiny, gpu="l4", n=32).choices[0].code
     with pytest.raises(SpecError, match="cannot run tuple at other sizes: pass a declaration"):
         plan(lambda: (tiny, 3), gpu="l4")
+
+
+def test_example_inputs_are_on_the_gpu_only_where_there_is_one():
+    inputs, targets = example(tiny, n=8, batch=2)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    assert inputs[0].device.type == targets.device.type == where

@@ -44,7 +44,7 @@ def cost(
 ) -> Cost:
     """The cost of a model before it runs: parameters, FLOPs and bytes, term by term.
 
-    model: a declaration, the name of a preset, or any module (with example inputs, of which only shapes matter).
+    model: a declaration, a preset's name, or any module (with example inputs; values matter if it branches on them).
     n, m: number of queries and keys; for an encoder-decoder target and source length. An image model knows its n.
     train: True or a TrainingStep; memory then includes gradients, optimizer state and saved activations.
     backend, device: which attention backend runs, and where; they decide how many pairs are evaluated.
@@ -58,8 +58,10 @@ def cost(
     if isinstance(model, str):
         model = preset(model)
     require_positive("batch", batch)
-    dtype = _dtype(dtype)
-    for what, name, known in (("backend", backend, BACKENDS), ("device", device, DEVICES)):
+    kind = str(dtype).removeprefix("torch.")
+    for what, name, known in (
+        ("dtype", kind, DTYPES), ("backend", backend, BACKENDS), ("device", device, DEVICES)
+    ):  # fmt: skip
         if name not in known:
             raise SpecError(f"unknown {what} {name!r}; {nearest(name, known)}")
     if not example_inputs:
@@ -72,19 +74,10 @@ def cost(
         )
     elif (n, m, batch) != (None, None, 1):
         raise SpecError(f"n={n}, m={m}, batch={batch}: the example inputs have sizes; pass one of the two")
-    request = Request(model, *_lengths(model, n, m), batch, dtype, train, backend, device)
+    request = Request(model, *_lengths(model, n, m), batch, DTYPES[kind], train, backend, device)
     if isinstance(model, Spec):
         return _of_declaration(request)
     return _of_module(request, example_inputs, () if n else (f"n = {DEFAULT_N}, as none was given",))
-
-
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    name = str(dtype).removeprefix("torch.")
-    if name in DTYPES:
-        return DTYPES[name]
-    if isinstance(dtype, str):
-        raise SpecError(f"unknown dtype {dtype!r}; {nearest(name, DTYPES)}")
-    raise SpecError(f"dtype={dtype} is not supported; use one of {', '.join(DTYPES)}")
 
 
 def _lengths(model: Any, n: int | None, m: int | None) -> tuple[int, int]:

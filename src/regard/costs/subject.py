@@ -337,8 +337,9 @@ def _ids(*size: int) -> Tensor:
 # -- the same step on real tensors, which the code that `rg.plan` prints calls -------------------------------------
 
 
-def example(model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None) -> tuple[Any, Any]:
-    """Inputs of a declaration or a Hugging Face model on the device, and targets if it does not take labels."""
+def example(model: Any, n: int, batch: int, device: str = "", m: int | None = None) -> tuple[Any, Any]:
+    """Inputs of a declaration or a Hugging Face model on the device (a GPU if there is one), and any targets."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     subject = Subject(model)
     length = subject.tokens or n
     setting = subject.setting(Size(length, m or length, batch), TrainingStep())

@@ -558,3 +558,11 @@ def test_models_that_read_attributes_of_a_linear_layer_take_adapters(family):
     config = getattr(transformers, f"{family}Config")(**sizes)
     full, lora = (cost(config, n=8, train=TrainingStep(lora=k)).memory for k in (0, 2))
     assert 0 < lora.gradients < full.gradients / 2
+
+
+def test_advice_for_inference_names_no_part_of_a_training_step():
+    model, given = torch.nn.Linear(64, 64), torch.zeros(2, 64)
+    text = cost(model, given).explain_peak()
+    assert text.endswith("Weights in fewer bits, or more ranks, lower it; a smaller batch hardly does.")
+    assert not any(word in text for word in ("adamw", "lora", "gradients"))
+    assert "adamw8bit" in cost(model, given, train=True).explain_peak()

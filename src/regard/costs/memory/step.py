@@ -101,7 +101,7 @@ def adapt(module: nn.Module, rank: int) -> None:
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
-    named = dict(module.named_parameters())
+    named = dict(module.named_parameters(remove_duplicate=False))  # a tied weight has several names
     for pattern in patterns:
         matches = [name for name in named if fnmatch(name, pattern)]
         if not matches:
