@@ -238,7 +238,7 @@ def test_mixing_without_weights_has_neither_parameters_nor_products():
         ({"model": "gpt2", "n": 5, "device": "cud"}, "unknown device 'cud'; did you mean cuda?"),
         (
             {"model": "gpt2", "n": 5, "dtype": torch.int64},
-            "unknown dtype 'int64'; did you mean float64?",
+            "unknown dtype 'int64'; known: bfloat16, float16, float32, float64",
         ),
         (
             {"model": "vit-b16", "n": 5},
