@@ -354,10 +354,7 @@ def _with_biases(spec: Any, biases: str) -> Any:
 
 
 def _kind_of(path: str, traced: bool) -> str:
-    """The kind of work of a term; of a traced module, where it is not attention, the path of the module around it.
-
-    Modules of a numbered layer, and those without a module around them, are their own kind. Layers are merged.
-    """
+    """The kind of work of a term; of a traced one the path of the module around its module, up to a numbered one."""
     inside, _, last = path.rpartition("/")
     around = inside.rpartition("/")[0]
     if traced:

@@ -280,7 +280,7 @@ def test_assumptions_about_values_are_stated():
 def test_the_unknown_workspace_of_convolutions_and_lstms_is_stated(layer):
     notes = cost(layer, torch.zeros(2, 4, 8)).notes
     assert notes == (
-        "what oneDNN or cuDNN allocate while a convolution or an LSTM runs is chosen at run time and not counted",
+        "what oneDNN or cuDNN allocate inside a convolution or a recurrent layer is not counted",
     )
     assert cost(nn.Linear(8, 4), torch.zeros(2, 4, 8)).notes == ()
 

@@ -566,3 +566,45 @@ def test_advice_for_inference_names_no_part_of_a_training_step():
     assert text.endswith("Weights in fewer bits, or more ranks, lower it; a smaller batch hardly does.")
     assert not any(word in text for word in ("adamw", "lora", "gradients"))
     assert "adamw8bit" in cost(model, given, train=True).explain_peak()
+
+
+class Between(torch.nn.Module):
+    """A linear layer, an operation, and the mean square of its result as the loss."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.linear, self.operation = torch.nn.Linear(64, 512), operation
+
+    def forward(self, x):
+        out = self.operation(self.linear(x))
+        return {"loss": out if not out.dim() else out.square().mean()}
+
+
+OPERATIONS = {
+    "mish": torch.nn.functional.mish,
+    "mse_loss": lambda x: torch.nn.functional.mse_loss(x, torch.zeros_like(x)),
+    "smooth_l1_loss": lambda x: torch.nn.functional.smooth_l1_loss(x, torch.zeros_like(x)),
+    "huber_loss": lambda x: torch.nn.functional.huber_loss(x, torch.zeros_like(x)),
+    "bce": lambda x: torch.nn.functional.binary_cross_entropy_with_logits(x, torch.zeros_like(x)),
+    "index": lambda x: x[:, torch.arange(256)],
+    "max": lambda x: x.max(-1).values,
+    "gather": lambda x: x.gather(-1, torch.zeros(x.shape[0], 256, dtype=torch.long)),
+    "sort": lambda x: x.sort(-1).values,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_that_differ_on_meta_tensors_have_the_peak_of_the_cpu(name):
+    torch.manual_seed(0)
+    model, given = Between(OPERATIONS[name]), {"x": torch.randn(2000, 64)}
+    predicted = cost(model, given, train=TrainingStep()).memory.training_peak
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    assert off(predicted, measured_step(model, given, optimizer)) < 0.01
+
+
+def test_layers_whose_memory_is_not_known_are_noted():
+    x = torch.zeros(2, 5, 16)
+    encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    assert "recurrent layer" in str(cost(torch.nn.GRU(16, 16, batch_first=True), x).notes)
+    assert "nn.TransformerEncoderLayer" in str(cost(encoder.eval(), x).notes)
+    assert not cost(encoder.train(), x).notes and not cost(encoder.eval(), x, train=True).notes
