@@ -127,9 +127,10 @@ def _foreign(r: random.Random, family: str, scale: int) -> Case:
         if scale == 1
         else (r.randint(16, 48) if family == "ViT" else r.randint(3000, 7000) // n)
     )
-    return Case(family, None, family, config, n, batch, _training(r, ("*embed*", "*wte*")))
+    return Case(family, None, family, config, n, batch, _training(r, (EMBEDDINGS.get(family, "*embed*"),)))
 
 
+EMBEDDINGS = {"GPT2": "*wte*", "T5": "shared*", "Marian": "*shared*"}  # of other families: *embed*
 CLASSES = {
     "Llama": "LlamaForCausalLM", "Mistral": "MistralForCausalLM", "Qwen2": "Qwen2ForCausalLM",
     "GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM", "T5": "T5ForConditionalGeneration",

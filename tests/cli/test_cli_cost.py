@@ -257,3 +257,21 @@ def test_a_bad_request_is_refused_with_a_message(words, result):
     with pytest.raises(rg.RegardError) as error:
         run("cost", *words)
     assert result in str(error.value)
+
+
+def test_a_plan_takes_a_function_that_returns_a_model(tmp_path):
+    (tmp_path / "own.py").write_text("import regard as rg\ndef make():\n    return rg.preset('tiny-gpt')\n")
+    options = ["--gpu", "l4", "--n", "32", "--inference"]
+    assert "forward, bfloat16" in run("plan", f"{tmp_path / 'own.py'}:make", *options).stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("cost", "tiny-gpt", "--n", 8, "--json", "--latex"), "--json and --latex are two forms of output"),
+        (("plan", "tiny-gpt", "--n", 8, "--json", "--code", 1), "--json and --code are two forms of output"),
+    ],
+)
+def test_two_forms_of_output_are_an_error(command, words):
+    with pytest.raises(rg.SpecError, match=f"{words}; choose one"):
+        run(*command)

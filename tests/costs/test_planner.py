@@ -11,12 +11,13 @@ from regard.costs import example, plan, stepping
 from regard.costs.gpus import CARDS, card
 from regard.costs.memory.runs import Setting, run
 from regard.costs.memory.step import TrainingStep
-from regard.costs.planner import SHARE, Option, Wanted, planned
+from regard.costs.planner import PROGRESS, SHARE, Option
 from regard.costs.sizes import Size
 from regard.costs.subject import Runs, Subject
 from regard.costs.time import HOST, time_of
 from regard.costs.trace.attention import Call, Gpu, kernel_of
 from regard.costs.trace.tracer import Work
+from regard.errors import SpecError
 
 unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
 tiny = dataclasses.replace(rg.preset("tiny-gpt"), layers=1)
@@ -64,9 +65,11 @@ def test_cards_share_runs_and_progress_is_reported(monkeypatch):
     monkeypatch.setattr("regard.costs.planner._Search.longest", lambda *_: None)
     traced, reported = [], []
     monkeypatch.setattr("regard.costs.planner.run", lambda setting: traced.append(1) or run(setting))
-    alone = planned(unrotated, Wanted(gpu="h100", n=160))
+    alone = plan(unrotated, gpu="h100", n=160)
     alone_traced = len(traced)
-    several = planned(unrotated, Wanted(gpu="l4,h100,4090", n=160), lambda *given: reported.append(given))
+    before = PROGRESS.set(lambda *given: reported.append(given))
+    several = plan(unrotated, gpu="l4,h100,4090", n=160)
+    PROGRESS.reset(before)
     assert reported == [(f"{g}: bfloat16", i, 3) for i, g in enumerate(("h100", "l4", "4090"))]
     assert len(traced) == 2 * alone_traced  # the smaller cards need no run of their own
     assert alone.choices[0] in several.choices
@@ -133,6 +136,7 @@ def test_a_foreign_model_is_planned_and_its_code_runs_the_planned_step(monkeypat
     assert {c.gpu for c in result.choices} == {"l4", "4090"} and len(result.choices) == 4
     assert result.best.longest_n == 64  # its table of positions
     assert "4090: 24 GB, 1.01 TB/s" in str(result) and "NVIDIA" in str(result)
+    assert "the configuration is built as GPT2LMHeadModel" in str(result)
     for choice in result.choices[:2]:
         code = choice.code.replace(".cuda()", "").replace(f"batch={choice.batch})", "batch=2, device='cpu')")
         assert code != choice.code
@@ -175,3 +179,17 @@ def test_every_card_has_a_source_and_an_unknown_one_is_named():
         card("h1000")
     with pytest.raises(rg.SpecError, match="cannot run Linear at other sizes: pass a declaration"):
         plan(torch.nn.Linear(2, 2), memory=10**9)
+
+
+@unchecked
+def test_a_function_that_builds_a_model_is_planned():
+    (choice, *_) = plan(lambda: tiny, gpu="l4", n=32).choices
+    assert choice.code == plan(tiny, gpu="l4", n=32).choices[0].code
+    with pytest.raises(SpecError, match="cannot run tuple at other sizes: pass a declaration"):
+        plan(lambda: (tiny, 3), gpu="l4")
+
+
+def test_example_inputs_are_on_the_gpu_only_where_there_is_one():
+    inputs, targets = example(tiny, n=8, batch=2)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    assert inputs[0].device.type == targets.device.type == where

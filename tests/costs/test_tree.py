@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import sys
+from dataclasses import replace
 
 import pytest
 import sympy
@@ -236,7 +238,7 @@ def test_mixing_without_weights_has_neither_parameters_nor_products():
         ({"model": "gpt2", "n": 5, "device": "cud"}, "unknown device 'cud'; did you mean cuda?"),
         (
             {"model": "gpt2", "n": 5, "dtype": torch.int64},
-            "dtype=torch.int64 is not supported; use one of float64, float32, float16, bfloat16",
+            "unknown dtype 'int64'; known: bfloat16, float16, float32, float64",
         ),
         (
             {"model": "vit-b16", "n": 5},
@@ -286,7 +288,7 @@ def test_the_bottleneck_of_a_traced_module_is_a_kind_of_module():
     traced = Cost("TransformerEncoder", {}, Part("TransformerEncoder", parts=(layer(0), layer(1))))
     found = traced.bottleneck
     assert (found.part, found.flops, found.share) == ("*/linear1", 60, 0.6)
-    assert found.why == "more than any other module"
+    assert found.why == "more than any other part"
 
 
 def test_the_bottleneck_of_a_sequence_of_modules_has_the_number_of_the_module():
@@ -312,7 +314,7 @@ def test_the_largest_batch_that_fits_is_the_last_that_does():
         result.fits(cost(rg.Encoder(block, 1), n=11).memory.inference_peak, vary="n") == 11
         and result.fits(1) == 0
     )
-    with pytest.raises(SpecError, match="Linear was traced at one size; declare a spec to find the largest"):
+    with pytest.raises(SpecError, match="Linear was traced at one size; declare a spec to find what fits"):
         Cost("Linear", {}, Part("model")).fits(1000)
 
 
@@ -324,3 +326,43 @@ def test_a_formula_without_sympy_names_the_extra(monkeypatch):
         SpecError, match=r"formulas need sympy, which is not installed: pip install 'regard\[cost\]'"
     ):
         result.formula  # noqa: B018
+
+
+@pytest.mark.parametrize("sizes", [{"n": 100}, {"m": 3}, {"batch": 7}, {"n": 100, "m": 3, "batch": 7}])
+def test_inputs_and_sizes_are_not_given_together(sizes):
+    with pytest.raises(SpecError, match="the example inputs have sizes; pass one of the two"):
+        cost(torch.nn.Linear(8, 8), torch.zeros(4, 8), **sizes)
+
+
+def test_frozen_names_that_match_no_parameter_are_an_error():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    for frozen, words in (("zzz*", "known: *.bias, *.weight"), ("0.weigth", "did you mean *.weight?")):
+        with pytest.raises(SpecError, match=re.escape(f"frozen={frozen!r} matches no parameter; {words}")):
+            cost(model, torch.zeros(4, 8), train=rg.TrainingStep(frozen=("0.bias", frozen)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_bottleneck_of_a_traced_model_is_its_largest_part():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, vocab_size=11
+    )
+    result = cost(config, n=256)
+    mlp = sum(a.executed_flops for path, a in result.tree.terms() if "/mlp/" in path)
+    found = result.bottleneck
+    assert found.part == "model/layers/0–1/mlp" and found.flops == mlp
+    assert found.why == "more than any other part"
+
+
+def test_a_head_below_half_of_the_flops_is_not_said_to_exceed_all_layers():
+    for vocab in (6000, 100_000):
+        tiny = rg.preset("tiny-gpt")
+        found = cost(replace(tiny, embedding=replace(tiny.embedding, vocab=vocab)), n=16).bottleneck
+        assert found.part == "head"
+        assert ("larger than all layers together" in found.why) == (found.share > 0.5)
+
+
+def test_every_amount_of_the_documentation_is_an_attribute():
+    result = cost(rg.Attention(64, pattern=rg.window(2)), n=16)
+    for name in vars(result.total):
+        assert getattr(result, name) == getattr(result.total, name)

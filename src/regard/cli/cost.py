@@ -158,6 +158,7 @@ def of(request: CostRequest) -> None:
     """
     from ..costs.entry import cost as price
 
+    require_one(json=request.as_json, latex=request.latex)
     thing, inputs = _read(request.source)
     result = price(
         thing,
@@ -185,13 +186,20 @@ def of(request: CostRequest) -> None:
         typer.echo(text)
 
 
+def require_one(**forms: bool) -> None:
+    """At most one form of output was requested."""
+    wanted = [f"--{name}" for name, given in forms.items() if given]
+    if len(wanted) > 1:
+        raise SpecError(f"{' and '.join(wanted)} are two forms of output; choose one")
+
+
 def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
     """The model, and its inputs if a function returned both."""
     from . import targets
 
     thing = targets.read(source)
     if ":" in source and inspect.isfunction(thing) and not inspect.signature(thing).parameters:
-        from ..costs.entry import built
+        from ..costs.subject import built
 
         thing = built(thing)
     if isinstance(thing, tuple) and not thing:

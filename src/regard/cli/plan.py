@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SpecError
-from .cost import size_of
+from .cost import require_one, size_of
 from .forms import FORMS
 from .options import with_options
 
@@ -69,20 +69,24 @@ def plan(request: PlanRequest) -> None:
 
     regard plan gpt2 --gpu 4090 --code 1 > plan.py && python plan.py
     """
-    from ..costs.planner import Wanted, planned
+    from ..costs.planner import PROGRESS
+    from ..costs.planner import plan as find_plan
     from ..pattern.parse import parse_pattern
     from . import targets
 
-    wanted = Wanted(
-        None if request.memory is None else size_of(request.memory),
-        request.gpu,
-        request.n,
-        request.train,
-        request.ranks,
-        None if request.pattern is None else parse_pattern(request.pattern),
-    )
+    require_one(json=request.as_json, code=request.code is not None)
     with progress_bar() as progress:
-        result = planned(targets.read(request.source), wanted, progress)
+        before = PROGRESS.set(progress)
+        result = find_plan(
+            targets.read(request.source),
+            memory=None if request.memory is None else size_of(request.memory),
+            gpu=request.gpu,
+            n=request.n,
+            train=request.train,
+            ranks=request.ranks,
+            pattern=None if request.pattern is None else parse_pattern(request.pattern),
+        )
+        PROGRESS.reset(before)
     if request.code is not None:
         if request.code > len(result.choices) or not result.choices[request.code - 1].batch:
             fitting = sum(bool(c.batch) for c in result.choices)

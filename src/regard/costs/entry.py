@@ -1,7 +1,6 @@
 """`regard.cost`: a declaration is priced by arithmetic, any other module by tracing it on meta tensors."""
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -13,7 +12,7 @@ from torch import nn
 from .. import spec as specs
 from ..compat import CAN_DISPATCH
 from ..engine.backends import BACKENDS
-from ..errors import RegardError, ShapeError, SpecError, nearest
+from ..errors import ShapeError, SpecError, nearest
 from ..nested import tensors_in
 from ..spec import Spec, preset
 from ..spec.base import require_positive
@@ -23,13 +22,11 @@ from .memory.runs import Setting, run
 from .memory.step import training_of
 from .result import Cost
 from .sizes import Request
-from .subject import Subject, build, is_config
+from .subject import Subject, build, built, class_note, is_config, name_of, required
 from .trace.tracer import Trace
 from .tree import Amounts, Part
 
-DTYPES = {
-    str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 DEVICES = ("cpu", "cuda", "mps")
 DEFAULT_N = 128  # for a model of Hugging Face
 
@@ -47,7 +44,7 @@ def cost(
 ) -> Cost:
     """The cost of a model before it runs: parameters, FLOPs and bytes, term by term.
 
-    model: a declaration, the name of a preset, or any module (with example inputs, of which only shapes matter).
+    model: a declaration, a preset's name, or any module (with example inputs; values matter if it branches on them).
     n, m: number of queries and keys; for an encoder-decoder target and source length. An image model knows its n.
     train: True or a TrainingStep; memory then includes gradients, optimizer state and saved activations.
     backend, device: which attention backend runs, and where; they decide how many pairs are evaluated.
@@ -61,30 +58,26 @@ def cost(
     if isinstance(model, str):
         model = preset(model)
     require_positive("batch", batch)
-    dtype = _dtype(dtype)
-    for what, name, known in (("backend", backend, BACKENDS), ("device", device, DEVICES)):
+    kind = str(dtype).removeprefix("torch.")
+    for what, name, known in (
+        ("dtype", kind, DTYPES), ("backend", backend, BACKENDS), ("device", device, DEVICES)
+    ):  # fmt: skip
         if name not in known:
             raise SpecError(f"unknown {what} {name!r}; {nearest(name, known)}")
     if not example_inputs:
-        if not isinstance(model, Spec | nn.Module) and not is_config(model) and callable(model):
-            model = built(model)
+        model = built(model)
         model = getattr(model, "spec", model)  # a module built from a declaration
     elif isinstance(model, Spec):
         raise SpecError(
             f"{type(model).__name__} is a declaration: its cost follows from its sizes; "
             f"pass n= instead of example inputs"
         )
-    request = Request(model, *_lengths(model, n, m), batch, dtype, train, backend, device)
-    return _of_declaration(request) if isinstance(model, Spec) else _of_module(request, example_inputs)
-
-
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    name = str(dtype).removeprefix("torch.")
-    if name in DTYPES:
-        return DTYPES[name]
-    if isinstance(dtype, str):
-        raise SpecError(f"unknown dtype {dtype!r}; {nearest(name, DTYPES)}")
-    raise SpecError(f"dtype={dtype} is not supported; use one of {', '.join(DTYPES)}")
+    elif (n, m, batch) != (None, None, 1):
+        raise SpecError(f"n={n}, m={m}, batch={batch}: the example inputs have sizes; pass one of the two")
+    request = Request(model, *_lengths(model, n, m), batch, DTYPES[kind], train, backend, device)
+    if isinstance(model, Spec):
+        return _of_declaration(request)
+    return _of_module(request, example_inputs, () if n else (f"n = {DEFAULT_N}, as none was given",))
 
 
 def _lengths(model: Any, n: int | None, m: int | None) -> tuple[int, int]:
@@ -137,7 +130,7 @@ def _memory(request: Request) -> Memory:
     return Memory(Subject(request.spec).setting_of(request), request)
 
 
-def _of_module(request: Request, inputs: tuple[Any, ...]) -> Cost:
+def _of_module(request: Request, inputs: tuple[Any, ...], length_note: tuple[str, ...]) -> Cost:
     """The cost of running the model on meta tensors: no weight is allocated, no product is computed."""
     if not CAN_DISPATCH:
         raise SpecError(
@@ -149,42 +142,26 @@ def _of_module(request: Request, inputs: tuple[Any, ...]) -> Cost:
             f"cannot find the cost of {type(model).__name__}; pass a spec, the name of a preset, an nn.Module or a "
             f"Hugging Face configuration"
         )
-    training, fitting = training_of(request.train), None
+    training, fitting, notes = training_of(request.train), None, class_note(request.spec, model)
     if not inputs and hasattr(model, "config"):
         fitting = partial(Subject(model).fits, request)
         setting = replace(Subject(model).setting_of(request), evaluate=False)
+        notes += length_note if Subject(model).tokens is None else ()
     else:
         named = len(inputs) == 1 and isinstance(inputs[0], Mapping)
         given: tuple[tuple, dict] = ((), dict(inputs[0])) if named else (inputs, {})
         module: Any = model if isinstance(model, nn.Module) else nn.Module()
         if module is not model:  # a function of tensors
-            module.forward, module.__name__ = model, _name(model)
+            module.forward, module.__name__ = model, name_of(model)
         setting = Setting(module, given, None, request.dtype, training, request.device)
     _check_inputs(model, setting)
     main = run(setting)
-    trace, name, memory = main.trace, _name(model), lambda: Memory(setting, main=main)
+    trace, name, memory = main.trace, name_of(model), lambda: Memory(setting, main=main)
     sizes = {f"input {k}": "×".join(map(str, x.shape)) for k, x in enumerate(tensors_in(setting.given))}
     sizes |= _where(request, bool(training) if training in (None, TrainingStep()) else training)
     tree, unknown = _tree(trace, main.module, name), (f"{op} ({k} ×)" for op, k in trace.unknown.items())
-    found = tuple(trace.pairs), tuple(unknown), tuple(trace.notes)
+    found = tuple(trace.pairs), tuple(unknown), (*notes, *trace.notes)
     return Cost(name, sizes, tree, *found, remember=memory, fitting=fitting)
-
-
-def built(build: Callable) -> Any:
-    """What a function without arguments returns, on meta tensors."""
-    needed = _required(build)
-    if needed:
-        raise SpecError(
-            f"{_name(build)} needs {', '.join(needed)}: pass example inputs, rg.cost(f, *inputs), or a function "
-            f"without arguments that returns a model"
-        )
-    try:
-        with torch.device("meta"):
-            return build()
-    except RegardError:
-        raise
-    except Exception as e:
-        raise SpecError(f"{_name(build)}() fails on meta tensors: {type(e).__name__}: {e}") from e
 
 
 def _tree(trace: Trace, module: nn.Module, name: str) -> Part:
@@ -217,24 +194,11 @@ def _folded(parts: list[Part]) -> list[Part]:
     return folded
 
 
-def _name(model: Any) -> str:
-    return getattr(model, "__name__", None) or type(model).__name__
-
-
-def _required(call: Callable) -> list[str]:
-    try:
-        parameters = inspect.signature(call).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
-
-
 def _check_inputs(model: Any, setting: Setting) -> None:
     call, (args, kwargs) = model.forward if isinstance(model, nn.Module) else model, setting.given
-    missing = [name for name in _required(call)[len(args) :] if name not in kwargs]
+    missing = [name for name in required(call)[len(args) :] if name not in kwargs]
     if missing:
         raise ShapeError(
-            f"{_name(model)} is missing {', '.join(missing)}; "
-            f"pass example inputs: rg.cost(module, {', '.join(_required(call))})"
+            f"{name_of(model)} is missing {', '.join(missing)}; "
+            f"pass example inputs: rg.cost(module, {', '.join(required(call))})"
         )

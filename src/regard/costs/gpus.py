@@ -10,10 +10,7 @@ from ..machine import Roofline
 from .trace.attention import Gpu
 
 GB, TB, TFLOPS = 10**9, 10**12, 10**12
-PRODUCTS, BANDWIDTH = (
-    0.8,
-    0.87,
-)  # the share that large products and copies reach (`regard bench machine`, H200)
+PRODUCTS, BANDWIDTH = 0.8, 0.87  # shares that large products and copies reach (`regard bench machine`)
 KERNEL_S = 2.5e-6  # time of the shortest kernel
 HOST_S = 13e-6  # time of the CPU to launch one operation
 

@@ -137,15 +137,7 @@ class Comparison(ShownAsTables):
 
     def tables(self) -> list[Table]:
         title = f"one layer: n = {self.n}, d = {self.d}, kernel {self.kernel}, window {self.window}"
-        head: tuple[str, ...] = (
-            "layer",
-            "FLOPs",
-            "complexity",
-            "sequential steps",
-            "order",
-            "path length",
-            "order",
-        )
+        head = ("layer", "FLOPs", "complexity", "sequential steps", "order", "path length", "order")
         types = [
             (l.name, f"{l.flops:,}", l.complexity, f"{l.sequential_steps:,}", l.sequential_order,
              f"{l.path_length:,}", l.path_order, f"{l.training_values:,}", f"{l.decoding_values:,}")
@@ -157,10 +149,10 @@ class Comparison(ShownAsTables):
         tables.append(Table("crossover lengths", ("more FLOPs", "than", "beyond n =", ""), crossings))
         if self.growth:
             lengths = (f"n = {n:,}" for n in self.growth[0].lengths)
-            head = ("layer", "measured exponent", "predicted", *lengths)
+            columns = ("layer", "measured exponent", "predicted", *lengths)
             exponents = [(g, f"{g.measured:.2f}", f"{g.predicted:.2f}") for g in self.growth]
             timed = [(g.name, *fit, *(f"{1e3 * s:.3g} ms" for s in g.seconds)) for g, *fit in exponents]
-            tables.append(Table("growth measured on this machine", head, timed))
+            tables.append(Table("growth measured on this machine", columns, timed))
         return tables
 
 

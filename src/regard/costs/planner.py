@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,13 +19,15 @@ from .memory.allocator import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
-from .subject import MAX_BATCH, Runs, Subject
+from .subject import MAX_BATCH, Runs, Subject, built, class_note
 from .time import time_of
 from .trace.attention import A100, H200, Gpu
 
 SHARE = 0.9  # a plan uses this much of the memory; the rest is for the CUDA context and other libraries
 DEFAULT_N = 1024
 MAX_N, STEP_N = 1 << 20, 64
+# Called with the choice that is searched for, how many are done, and how many there are.
+PROGRESS: ContextVar[Callable[[str, int, int], None]] = ContextVar("progress", default=lambda *_: None)
 
 
 @dataclass(frozen=True)
@@ -115,28 +118,12 @@ def plan(
 ) -> Plan:
     """The largest batch that fits, for each kind of step, with its time: sorted by tokens per second.
 
-    model: a declaration, the name of a preset, a Hugging Face configuration or model. gpu: names of cards, separated
-    by commas (h200, h100, a100-80, a100-40, l40s, l4, 4090, …); memory: bytes of a card, in place of its own.
-    train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward pass and generation. ranks:
-    cards that share the work (FSDP2). pattern: replaces the pattern of a declared attention.
+    model: a declaration, the name of a preset, a Hugging Face configuration or model, or a function that returns one.
+    gpu: names of cards, separated by commas (h200, h100, a100-40, l40s, l4, 4090, …); memory: bytes of a card,
+    in place of its own. train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward pass and
+    generation. ranks: cards that share the work (FSDP2). pattern: replaces the pattern of a declared attention.
     """
-    return planned(model, Wanted(memory, gpu, n, train, ranks, pattern))
-
-
-class Wanted(NamedTuple):
-    """The request for a plan: the arguments of `plan`."""
-
-    memory: int | None = None
-    gpu: str | None = None
-    n: int | None = None
-    train: bool = True
-    ranks: int = 1
-    pattern: Pattern | None = None
-
-
-def planned(model: Any, wanted: Wanted, progress: Callable[[str, int, int], None] | None = None) -> Plan:
-    """The plan. progress: called with the choice that is searched for, how many are done, and how many there are."""
-    memory, gpu, n, train, ranks, pattern = wanted
+    model = built(model)
     subject = Subject.of(model)
     for name, given in (("ranks", ranks), ("n", 1 if n is None else n)):
         require_positive(name, given)
@@ -153,8 +140,8 @@ def planned(model: Any, wanted: Wanted, progress: Callable[[str, int, int], None
         on = own if memory is None else own._replace(memory=memory)
         title, each = label if gpu else readable(on.memory), list[Choice]()
         for option in options:
-            if progress is not None:
-                progress(f"{title}: {option.label}", len(choices) + len(each), len(chosen) * len(options))
+            done = len(choices) + len(each)
+            PROGRESS.get()(f"{title}: {option.label}", done, len(chosen) * len(options))
             each.append(search.choice(title, on, option))
         best = max(each, key=lambda c: c.tokens_per_second)
         longest = search.longest(on, best)
@@ -162,6 +149,7 @@ def planned(model: Any, wanted: Wanted, progress: Callable[[str, int, int], None
     choices.sort(key=lambda c: -c.tokens_per_second)
     exchange = "; the exchange between ranks is not counted" if ranks > 1 else ""
     notes = (
+        *class_note(model, subject.module),
         f"a batch is per rank; its predicted peak is at most {SHARE:.0%} of the memory; longest n: with a batch of 1",
         f"times are estimates from the rates of data sheets, or of `regard bench machine`{exchange}",
         *(f"{g}: {card(g).described}" for g in dict.fromkeys(c.gpu for c in choices) if gpu),

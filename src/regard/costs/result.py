@@ -85,14 +85,10 @@ class Cost(ShownAsTables):
     def total(self) -> Amounts:
         return self.tree.total
 
-    @property
-    def parameters(self) -> Amount:
-        return self.total.parameters
-
-    @property
-    def flops(self) -> Amount:
-        """FLOPs of the matrix products of one forward pass."""
-        return self.total.flops
+    parameters, flops, backward_flops, elementwise_flops, executed_flops, executed_backward_flops, bytes = (
+        property(lambda self, name=f.name: getattr(self.total, name), doc=f"`total.{f.name}`")
+        for f in fields(Amounts)
+    )
 
     def __getitem__(self, path: str) -> Part:
         return self.tree[path]
@@ -111,9 +107,7 @@ class Cost(ShownAsTables):
     def fits(self, budget: int, vary: str = "batch") -> int:
         """The largest batch (or n, with `vary="n"`) whose peak memory is at most `budget` bytes; 0 if none fits."""
         if self.fitting is None:
-            raise SpecError(
-                f"{self.name} was traced at one size; declare a spec to find the largest size that fits"
-            )
+            raise SpecError(f"{self.name} was traced at one size; declare a spec to find what fits")
         return self.fitting(budget, vary)
 
     @cached_property
@@ -193,9 +187,9 @@ class Cost(ShownAsTables):
         if not self.total.executed_flops:
             return None
         part = max(kinds, key=lambda kind: kinds[kind].executed_flops)
-        flops = kinds[part].executed_flops
-        why = "more than any other module" if self.request is None and part != "core" else _why(part, kinds)
-        return Bottleneck(part, flops / self.total.executed_flops, flops, kinds[part].bytes, why)
+        flops, all_flops = kinds[part].executed_flops, self.total.executed_flops
+        why = _why(part, kinds, 2 * flops > all_flops)
+        return Bottleneck(part, flops / all_flops, flops, kinds[part].bytes, why)
 
     @property
     def score_orders(self) -> ScoreOrders | None:
@@ -360,10 +354,12 @@ def _with_biases(spec: Any, biases: str) -> Any:
 
 
 def _kind_of(path: str, traced: bool) -> str:
-    """The kind of work of a term; of a traced module, where it is not attention, its path with layers merged."""
+    """The kind of work of a term; of a traced one the path of the module around its module, up to a numbered one."""
     inside, _, last = path.rpartition("/")
+    around = inside.rpartition("/")[0]
     if traced:
-        return "core" if "attention" in last else merged(inside) or last
+        numbered = around.rpartition("/")[2][:1].isdigit()
+        return "core" if "attention" in last else merged(inside if numbered else around or inside) or last
     if "feed_forward/" in path:
         return "feed-forward"
     if "head/" in path or last in ("head", "logits"):
@@ -371,14 +367,13 @@ def _kind_of(path: str, traced: bool) -> str:
     return "core" if last in CORE else "projections" if last in PROJECTIONS else "rest"
 
 
-def _why(part: str, kinds: dict[str, Amounts]) -> str:
+def _why(part: str, kinds: dict[str, Amounts], most: bool) -> str:
+    """most: whether it is more than half of the FLOPs."""
     core, projections = (kinds.get(k, Amounts()).executed_flops for k in ("core", "projections"))
     if part == "core" and projections:
         return f"pairs grow as n·m, projections as n + m: here {core / projections:.1f} times the projections"
     if part == "projections" and core:
         return f"few pairs for this width: {projections / core:.1f} times the attention core"
-    return {
-        "core": "more than everything else",
-        "feed-forward": "its matrices are the widest",
-        "head": "the vocabulary is larger than all layers together",
-    }.get(part, "there is no attention in it")
+    if part == "head" and most:
+        return "the vocabulary is larger than all layers together"
+    return "its matrices are the widest" if part == "feed-forward" else "more than any other part"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import spec
-from ..errors import SpecError
+from ..errors import RegardError, SpecError
 from ..nested import map_leaves
 from ..nn.example_inputs import example_inputs, example_targets
 from ..spec.base import require_known, require_positive
@@ -22,6 +22,8 @@ from .trace.attention import H200, Gpu
 from .trace.tracer import Work
 
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "MTModel")
+# transformers' tables of model classes, in the order in which a configuration without architectures is looked up.
+TABLES = ["SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "IMAGE_CLASSIFICATION"]
 CLASSIFIERS = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
 NO_LIMIT, MAX_BATCH = 1 << 30, 1 << 24
 
@@ -225,6 +227,40 @@ def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> i
     return low
 
 
+def built(build: Any) -> Any:
+    """What a function without arguments returns, on meta tensors; a model, a configuration or a name as it is."""
+    if isinstance(build, spec.Spec | nn.Module) or is_config(build) or not callable(build):
+        return build
+    needed = required(build)
+    if needed:
+        raise SpecError(
+            f"{name_of(build)} needs {', '.join(needed)}: pass example inputs, rg.cost(f, *inputs), or a function "
+            f"without arguments that returns a model"
+        )
+    try:
+        with torch.device("meta"):
+            return build()
+    except RegardError:
+        raise
+    except Exception as e:
+        raise SpecError(f"{name_of(build)}() fails on meta tensors: {type(e).__name__}: {e}") from e
+
+
+def name_of(model: Any) -> str:
+    """The name of a function, or the class of a model."""
+    return getattr(model, "__name__", None) or type(model).__name__
+
+
+def required(call: Callable) -> list[str]:
+    """The positional arguments of a function that have no default."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+
+
 # -- Hugging Face -------------------------------------------------------------------------------------------------
 
 
@@ -233,19 +269,36 @@ def is_config(model: Any) -> bool:
 
 
 def build(config: Any) -> nn.Module:
-    """The model of a configuration on meta tensors, of the architecture that it names if any."""
+    """The model of a configuration on meta tensors: of the class that it names, else that of its family."""
     import transformers  # which made the configuration
 
     name = (getattr(config, "architectures", None) or [None])[0]
-    kind = getattr(transformers, name, None) if name else None
-    if name and kind is None:
+    kind = getattr(transformers, name, None) if name else _head_class(config, transformers)
+    if kind is None:
         raise SpecError(
             f"transformers {transformers.__version__} has no {name}: upgrade it, or leave architectures out of the "
             f"configuration"
         )
     with torch.device("meta"):
-        model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
-    return model.eval()
+        return kind(config).eval()
+
+
+def _head_class(config: Any, transformers: Any) -> Any:
+    """The language model or image classifier of this family, or its base model if it has neither."""
+    tables = ["CAUSAL_LM", *TABLES] if getattr(config, "is_decoder", False) else TABLES
+    for name in tables:
+        table = getattr(transformers, f"MODEL_FOR_{name}_MAPPING", {})
+        if type(config) in table:
+            kind = table[type(config)]
+            return kind[0] if isinstance(kind, tuple) else kind
+    return transformers.AutoModel.from_config
+
+
+def class_note(model: Any, built: Any) -> tuple[str, ...]:
+    """Which class a configuration became."""
+    name = type(built).__name__
+    text = f"the configuration is built as {name}; config.architectures = [...] names another class"
+    return (text,) if is_config(model) else ()
 
 
 def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict[str, Tensor]:
@@ -261,7 +314,9 @@ def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict
     encodes = bool(getattr(config, "is_encoder_decoder", False))
     given = {"input_ids": _ids(batch, size.m if encodes else size.n)}
     if labels and name.endswith(HEADS):
-        return given | {"labels": _ids(batch, size.n)}
+        classes = {"labels": _ids(batch, size.n)}
+        # The model shifts the labels to get the decoder's input, if it knows the first token.
+        encodes = encodes and getattr(config, "decoder_start_token_id", None) is None
     if encodes and "decoder_input_ids" in inspect.signature(model.forward).parameters:
         given["decoder_input_ids"] = _ids(batch, size.n)
     return given | classes
@@ -282,8 +337,9 @@ def _ids(*size: int) -> Tensor:
 # -- the same step on real tensors, which the code that `rg.plan` prints calls -------------------------------------
 
 
-def example(model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None) -> tuple[Any, Any]:
-    """Inputs of a declaration or a Hugging Face model on the device, and targets if it does not take labels."""
+def example(model: Any, n: int, batch: int, device: str = "", m: int | None = None) -> tuple[Any, Any]:
+    """Inputs of a declaration or a Hugging Face model on the device (a GPU if there is one), and any targets."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     subject = Subject(model)
     length = subject.tokens or n
     setting = subject.setting(Size(length, m or length, batch), TrainingStep())

@@ -98,9 +98,8 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
         host[w.phase] = host.get(w.phase, 0.0) + waits * roofline.host_s
         if w.kind not in ("view", "module"):
             # Products of attention and of our kernels take longer than at the best rate; on a CPU all are alike.
-            slower = (
-                {"attention": ATTENTION, "own": OWN.get(w.dtype, OWN["float32"])} if roofline.host_s else {}
-            )
+            own = OWN.get(w.dtype, OWN["float32"])
+            slower = {"attention": ATTENTION, "own": own} if roofline.host_s else {}
             compute = slower.get(w.kind, PRODUCT) * w.flops / roofline.rate(w.dtype)
             memory = MOVE * w.bytes / roofline.bytes_per_s
             seconds = LAUNCH * roofline.kernel_s + max(compute, memory)

@@ -81,12 +81,10 @@ class Part:
     def __getitem__(self, path: str) -> "Part":
         """The part at this path: `tree["encoder/block/attention/scores"]`. Its total is that of one parent."""
         first, _, rest = path.partition("/")
-        matches = [p for p in self.parts if p.name == first]
-        if not matches:
-            raise SpecError(
-                f"{self.name} has no part {first!r}; {nearest(first, [p.name for p in self.parts])}"
-            )
-        return matches[0][rest] if rest else matches[0]
+        parts = {p.name: p for p in reversed(self.parts)}
+        if first not in parts:
+            raise SpecError(f"{self.name} has no part {first!r}; {nearest(first, parts)}")
+        return parts[first][rest] if rest else parts[first]
 
     def with_own(self, **amounts: Amount) -> "Part":
         """The same part with these amounts of its own."""

@@ -149,14 +149,14 @@ def real_inputs(config, n, m, b):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "marian", "vit"])
 def test_a_hugging_face_configuration_is_counted_as_its_eager_model_is(name):
-    from transformers import AutoModel
+    import transformers
 
     n, m, b = 11, 7, 2
     config = configurations()[name]
     fused = cost(config, n=n, m=m, batch=b)
     assert not fused.uncounted
     config._attn_implementation = "eager"
-    model = AutoModel.from_config(config).eval()
+    model = getattr(transformers, fused.name)(config).eval()
     config = model.config
     real = flops(lambda: model(**real_inputs(config, n, m, b)))
     assert cost(config, n=n, m=m, batch=b).flops == real  # the decomposed path, product for product
@@ -280,7 +280,7 @@ def test_assumptions_about_values_are_stated():
 def test_the_unknown_workspace_of_convolutions_and_lstms_is_stated(layer):
     notes = cost(layer, torch.zeros(2, 4, 8)).notes
     assert notes == (
-        "what oneDNN or cuDNN allocate while a convolution or an LSTM runs is chosen at run time and not counted",
+        "what oneDNN or cuDNN allocate inside a convolution or a recurrent layer is not counted",
     )
     assert cost(nn.Linear(8, 4), torch.zeros(2, 4, 8)).notes == ()
 
@@ -420,3 +420,48 @@ def test_integers_are_counted_on_a_gpu_as_experts_by_a_router():
 
     ids, x = torch.tensor([0, 1, 1, 3, 1]), torch.empty(7, 5, device="meta")
     assert cost(routed, ids, x, device="cuda").flops == 2 * 3 * 5 * 7
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("bert", "BertForMaskedLM"),
+        ("gpt2", "GPT2LMHeadModel"),
+        ("llama", "LlamaForCausalLM"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("marian", "MarianMTModel"),
+        ("vit", "ViTForImageClassification"),
+    ],
+)
+def test_a_configuration_without_architectures_is_the_model_that_its_family_trains(name, chosen):
+    config = configurations()[name]
+    result = cost(config, n=11, m=7, batch=2, train=True)
+    config.architectures = [chosen]
+    named = cost(config, n=11, m=7, batch=2, train=True)
+    assert result.name == named.name == chosen
+    assert (result.flops, result.memory.training_peak) == (named.flops, named.memory.training_peak)
+    note = f"the configuration is built as {chosen}; config.architectures = [...] names another class"
+    assert note in result.notes and f"assumed: {note}" in str(result)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_class_of_a_configuration_may_be_a_decoder_or_the_base_model():
+    transformers = pytest.importorskip("transformers")
+    bert = configurations()["bert"]
+    bert.is_decoder = True
+    assert cost(bert, n=5).name == "BertLMHeadModel"
+    bert.architectures = ["BertModel"]
+    assert cost(bert, n=5).name == "BertModel"
+    clip = transformers.CLIPTextConfig(
+        vocab_size=9, hidden_size=8, num_attention_heads=2, num_hidden_layers=1
+    )
+    assert cost(clip, n=5).name == "CLIPTextModel"  # a family without a head of its own
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_length_that_was_not_given_is_noted():
+    config = configurations()["llama"]
+    note = "n = 128, as none was given"
+    assert note in cost(config).notes and note not in cost(config, n=128).notes
+    assert not any("n = " in x for x in cost(configurations()["vit"]).notes)  # its image determines n

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -532,3 +534,77 @@ def test_unknown_values_are_taken_to_be_finite(unusual):
     without = rg.cost(Clamps(lambda y: False), torch.randn(2, 8))
     assert with_branch.flops == without.flops
     assert "values are taken to be finite" in " ".join(map(str, with_branch.notes))
+
+
+def test_the_first_trace_of_a_process_has_the_peak_of_all_others():
+    """The first dispatch imports torch._dynamo; the tensors of that operation were alive for too long."""
+    program = (
+        "import torch, regard as rg; from torch import nn\n"
+        "m = nn.Sequential(nn.Linear(64, 640), nn.ReLU(), nn.Linear(640, 64))\n"
+        "print([rg.cost(m, torch.zeros(50, 64)).memory.inference_peak for _ in range(3)])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout == "[599296, 599296, 599296]\n", found.stderr
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["T5", "Mamba"])
+def test_models_that_read_attributes_of_a_linear_layer_take_adapters(family):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "T5": {"num_layers": 1, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "vocab_size": 50},
+        "Mamba": {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 50},
+    }[family]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    full, lora = (cost(config, n=8, train=TrainingStep(lora=k)).memory for k in (0, 2))
+    assert 0 < lora.gradients < full.gradients / 2
+
+
+def test_advice_for_inference_names_no_part_of_a_training_step():
+    model, given = torch.nn.Linear(64, 64), torch.zeros(2, 64)
+    text = cost(model, given).explain_peak()
+    assert text.endswith("Weights in fewer bits, or more ranks, lower it; a smaller batch hardly does.")
+    assert not any(word in text for word in ("adamw", "lora", "gradients"))
+    assert "adamw8bit" in cost(model, given, train=True).explain_peak()
+
+
+class Between(torch.nn.Module):
+    """A linear layer, an operation, and the mean square of its result as the loss."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.linear, self.operation = torch.nn.Linear(64, 512), operation
+
+    def forward(self, x):
+        out = self.operation(self.linear(x))
+        return {"loss": out if not out.dim() else out.square().mean()}
+
+
+OPERATIONS = {
+    "mish": torch.nn.functional.mish,
+    "mse_loss": lambda x: torch.nn.functional.mse_loss(x, torch.zeros_like(x)),
+    "smooth_l1_loss": lambda x: torch.nn.functional.smooth_l1_loss(x, torch.zeros_like(x)),
+    "huber_loss": lambda x: torch.nn.functional.huber_loss(x, torch.zeros_like(x)),
+    "bce": lambda x: torch.nn.functional.binary_cross_entropy_with_logits(x, torch.zeros_like(x)),
+    "index": lambda x: x[:, torch.arange(256)],
+    "max": lambda x: x.max(-1).values,
+    "gather": lambda x: x.gather(-1, torch.zeros(x.shape[0], 256, dtype=torch.long)),
+    "sort": lambda x: x.sort(-1).values,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_that_differ_on_meta_tensors_have_the_peak_of_the_cpu(name):
+    torch.manual_seed(0)
+    model, given = Between(OPERATIONS[name]), {"x": torch.randn(2000, 64)}
+    predicted = cost(model, given, train=TrainingStep()).memory.training_peak
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    assert off(predicted, measured_step(model, given, optimizer)) < 0.01
+
+
+def test_layers_whose_memory_is_not_known_are_noted():
+    x = torch.zeros(2, 5, 16)
+    encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    assert "recurrent layer" in str(cost(torch.nn.GRU(16, 16, batch_first=True), x).notes)
+    assert "nn.TransformerEncoderLayer" in str(cost(encoder.eval(), x).notes)
+    assert not cost(encoder.train(), x).notes and not cost(encoder.eval(), x, train=True).notes

@@ -94,9 +94,8 @@ def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) 
     amount = scope.pairs("pairs", needed, pattern)
     executed = amount if computed == needed else scope.pairs("pairs_computed", computed, full())
     shown = Pairs("", repr(pattern), needed, computed, n * m, choice.backend, choice.reason)
-    return AttentionPairs(
-        amount, executed, scope.n if rows == n else scope.size("rows", rows), choice.variant, shown
-    )
+    queries = scope.n if rows == n else scope.size("rows", rows)
+    return AttentionPairs(amount, executed, queries, choice.variant, shown)
 
 
 def is_hard(spec: Attention) -> bool:

@@ -135,9 +135,7 @@ def replay(memory: Caching, sizes: list[int], events: Events, repeats: int) -> U
 
 def summed(sizes: Tensor, events: Events, repeats: int) -> Usage:
     """The same without gaps: sizes add up. So does the CPU's allocator, and CUDA's with expandable segments."""
-    setup, step = (
-        torch.tensor(some, dtype=torch.long).reshape(-1, 2) for some in (events.setup, events.step)
-    )
+    setup, step = (torch.tensor(e, dtype=torch.long).reshape(-1, 2) for e in (events.setup, events.step))
     there, (key, change) = int((setup[:, 1] * sizes[setup[:, 0]]).sum()), step.T
     grown, repeated = change * sizes[key], torch.ones(len(key), dtype=torch.bool)
     if repeats:  # later steps do not repeat what the first allocates or frees for good

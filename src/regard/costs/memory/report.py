@@ -22,8 +22,9 @@ KINDS = (
 )  # fmt: skip
 ADVICE = {
     "saved for backward": "A smaller batch lowers it in proportion.",
+    "weights": "Weights in fewer bits, or more ranks, lower it; a smaller batch hardly does.",  # of inference
     **dict.fromkeys(
-        ("weights", "optimizer state", "gradients", "master weights"),
+        ("optimizer state", "gradients", "master weights"),
         "8-bit states (optimizer='adamw8bit'), frozen weights (lora=16) or more ranks lower weights, gradients and "
         "optimizer state; a smaller batch hardly does.",
     ),
@@ -70,7 +71,8 @@ class Peak(NamedTuple):
         parts = ", ".join(f"{size / total:.0%} are {kind}" for kind, size in largest if size / total >= 0.01)
         top = ", ".join(f"{a.path or OUTSIDE} {a.kind} {readable(a.bytes)}" for a in self.alive[:3])
         words = f"The peak of {readable(self.bytes)} is {self.moment}; {parts}. Most of it: {top}."
-        return f"{words} {ADVICE.get(largest[0][0], '')}".rstrip()
+        kind, trains = largest[0][0], any(phase == "backward" for phase, _ in self.timeline)
+        return f"{words} {ADVICE.get('gradients' if trains and kind == 'weights' else kind, '')}".rstrip()
 
     def table(self, rows: int = 20) -> str:
         """Modules and kinds at the peak, largest first, with their share."""

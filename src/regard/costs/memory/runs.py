@@ -277,11 +277,9 @@ def prompt(module: Any, args: tuple, kwargs: dict) -> Any:
         return lambda: steps.next(ids[:, -1:])
     encodes, named = module.config.is_encoder_decoder, dict(kwargs)
     named |= {module.main_input_name: args[0]} if args else {}
-    name, masks = (
-        ("decoder_input_ids", ()) if encodes else ("input_ids", ("attention_mask", "token_type_ids"))
-    )
+    name, masks = "decoder_input_ids" if encodes else "input_ids", ("attention_mask", "token_type_ids")
     ids, known = named.pop(name), signature(module.forward).parameters
-    named = {k: x for k, x in named.items() if k not in masks or not isinstance(x, Tensor)}
+    named = {k: x for k, x in named.items() if encodes or k not in masks or not isinstance(x, Tensor)}
     options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in known else {})
     out = module(**named, **{name: ids[:, :-1]}, **options)
     cache = {"past_key_values": out.past_key_values}

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import without_function_modes
-from ...errors import ShapeError, SpecError
+from ...errors import ShapeError, SpecError, nearest
 from ...nested import tensors_in
 from ...nn.stack import Stack
 from ...spec.base import require_known, require_positive
+from ..trace.tracer import merged
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
 IMPLEMENTATIONS = ("auto", "for_loop", "foreach", "fused")
@@ -84,6 +85,10 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + self.up(self.down(x))
 
+    def __getattr__(self, name: str) -> Any:
+        """What a model reads of a linear layer, such as the dtype of its weight, is that of the inner one."""
+        return super().__getattr__(name) if name in self._modules else getattr(self.inner, name)
+
 
 def adapt(module: nn.Module, rank: int) -> None:
     """Adapters of this rank on every linear layer whose weight is its own; everything else is frozen."""
@@ -96,9 +101,14 @@ def adapt(module: nn.Module, rank: int) -> None:
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
-    for name, p in module.named_parameters():
-        if any(fnmatch(name, pattern) for pattern in patterns):
-            p.requires_grad_(False)
+    named = dict(module.named_parameters(remove_duplicate=False))  # a tied weight has several names
+    for pattern in patterns:
+        matches = [name for name in named if fnmatch(name, pattern)]
+        if not matches:
+            known = nearest(pattern, set(map(merged, named)))
+            raise SpecError(f"frozen={pattern!r} matches no parameter; {known}")
+        for name in matches:
+            named[name].requires_grad_(False)
 
 
 def checkpoint(module: Any, wanted: bool | str | None) -> None:
@@ -202,9 +212,7 @@ def _optimizer(parameters: list[Any], training: TrainingStep, device: str) -> An
         try:
             return import_module("bitsandbytes.optim").AdamW8bit(parameters)
         except ModuleNotFoundError as missing:
-            raise SpecError(
-                "optimizer='adamw8bit' runs with bitsandbytes: pip install bitsandbytes"
-            ) from missing
+            raise SpecError("optimizer='adamw8bit': pip install bitsandbytes, which has it") from missing
     by_default = "foreach" if device == "cuda" else "for_loop"
     implementation = by_default if training.implementation == "auto" else training.implementation
     options: dict[str, Any] = {"foreach": implementation == "foreach", "fused": implementation == "fused"}

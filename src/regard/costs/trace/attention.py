@@ -299,10 +299,7 @@ def flex(trace, query, key, value, score_mod=None, block_mask=None, *_, return_l
 def _block_pairs(mask: Any, heads: int, n: int, m: int) -> CallPairs:
     """Pairs in the blocks that a block mask visits, and that its mask_mod allows, if few enough to evaluate."""
     (b, h), name = mask.kv_num_blocks.shape[:2], getattr(mask.mask_mod, "__name__", "mask_mod")
-    repeats, (height, width) = (
-        heads // max(1, b * h),
-        mask.BLOCK_SIZE,
-    )  # the mask is broadcast over heads and rows
+    (height, width), repeats = mask.BLOCK_SIZE, heads // max(1, b * h)  # broadcast over heads and rows
     counts = mask.kv_num_blocks, mask.full_kv_num_blocks
     blocks = sum(int(count.sum()) for count in counts if count is not None)
     computed = min(blocks * height * width * repeats, heads * n * m)

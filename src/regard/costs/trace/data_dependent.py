@@ -119,12 +119,19 @@ def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-VALUES_DECIDE = (
-    "nonzero masked_select bincount repeat_interleave _unique _unique2 unique_dim unique_consecutive"
-)
+def _in_place(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """A gradient is written into zeros; PyTorch does so out of place only where a mode watches."""
+    if not trace.in_backward or trace.paths:
+        return NotImplemented
+    name, overload = func.__name__.split(".")
+    return getattr(getattr(torch.ops.aten, f"{name}_"), overload)(*args, **kwargs)
+
+
+VALUED = "nonzero masked_select bincount repeat_interleave _unique _unique2 unique_dim unique_consecutive"
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(aten_operators(*VALUES_DECIDE.split()), _by_value),
+    **dict.fromkeys(aten_operators(*VALUED.split()), _by_value),
     aten_operator("index"): _index,
+    **dict.fromkeys(aten_operators("scatter", "scatter_add", "index_put"), _in_place),
     aten_operator("histc"): _histc,
     aten_operator("equal"): _equal,
     aten_operator("topk"): _assumed(BALANCED, _balanced),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -19,10 +20,8 @@ CREATORS = """
     kaiser_window range
 """
 CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
-UNKNOWN_WORKSPACE = [torch.lstm, *(getattr(torch, name) for name in CONVOLUTIONS.split())]
-WORKSPACE = (
-    "what oneDNN or cuDNN allocate while a convolution or an LSTM runs is chosen at run time and not counted"
-)
+UNKNOWN_WORKSPACE = [getattr(torch, name) for name in f"{CONVOLUTIONS} lstm gru rnn_tanh rnn_relu".split()]
+WORKSPACE = "what oneDNN or cuDNN allocate inside a convolution or a recurrent layer is not counted"
 # The index of the simulated device. No machine has so many, so no cache takes it for a real device.
 INDEX = 111
 CONSTRUCTORS = [getattr(torch, name) for name in CREATORS.split()]
@@ -61,6 +60,7 @@ class OnDevice(TorchFunctionMode):
             torch.as_tensor: self._as_tensor,
             **{create: partial(self._created, create) for create in CONSTRUCTORS},
             **{function: partial(self._with_note, function) for function in UNKNOWN_WORKSPACE},
+            F.mish: F.silu,  # as many tensors; its gradient is one kernel on meta tensors too
             **({torch.dropout: dropout, torch.rms_norm: rms_norm} if on_gpu else {}),
             **replaced,
         }
@@ -148,9 +148,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
     return torch.native_dropout(x, p, True)[0] if _.get("train", training) and 0 < p < 1 else x
 
 
-def rms_norm(
-    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
     """On a GPU x / rms is one kernel, which saves x and one number per row."""
     if has_autocast_kernel("aten::rms_norm", "CUDA") and torch.is_autocast_enabled("cuda"):
         x, weight = x.float(), None if weight is None else weight.float()

@@ -106,6 +106,7 @@ def _low_product(args: tuple, outs: list[Tensor]) -> int:
     return 4 * rows * min(outs[0].shape[-1], 64) + 128 * depth + 1024 + copied
 
 
+LOSSES = ("mse_loss", "smooth_l1_loss")  # the loss of every entry, before their mean or sum
 CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
     # The kernel stores the product of the gradient and the output.
@@ -115,6 +116,7 @@ CUDA: dict[str, Needs] = {
     "sparse_attention_backward": _sparse_backward,
 }
 CPU: dict[str, Needs] = {
+    **dict.fromkeys(LOSSES, lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes),
     "_safe_softmax": _safe_softmax,
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _low_product),
 }
@@ -132,11 +134,9 @@ PRODUCTS: dict[str, Callable[..., int]] = {
 }
 
 
-def _sparse_flops(
-    q: Tensor, k: Tensor, v: Tensor, extras: Any, pattern: str, offset: Any, factors: Any
-) -> int:
+def _sparse_flops(q: Tensor, k: Tensor, v: Tensor, rest: Any, pattern: str, offset: Any, factors: Any) -> int:
     """rg.attention by the pairs of its pattern: 2 d_k per score, 2 d_v per weighted value."""
-    options = read_options(extras, pattern, offset, factors)[1]
+    options = read_options(rest, pattern, offset, factors)[1]
     pairs = options.pattern.count(q.shape[-2], k.shape[-2], (options.start, options.step))
     return 2 * q.shape[:-2].numel() * pairs * (q.shape[-1] + v.shape[-1])
 

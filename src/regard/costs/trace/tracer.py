@@ -44,6 +44,7 @@ STATE = ("zeros_like", "empty_like", "clone")  # by which the first step creates
 READ_SCALAR = aten_operator("_local_scalar_dense")
 SDPA = F.scaled_dot_product_attention
 _one_at_a_time = RLock()  # functions of PyTorch are replaced while a trace runs
+FAST_PATH = "nn.TransformerEncoderLayer is traced step by step; its fused fast path may need a third more"
 LOWEST = torch.finfo(torch.float32).min / 2
 HANDLERS = data_dependent.HANDLERS | OWN_HANDLERS
 
@@ -107,6 +108,9 @@ class Trace(DispatchMode):
             self.paths.append(path)
             self._calls.append((compat.node_number(), path))
             self.work.append(Work(self.meter.phase, path, "module", again=self.in_backward))
+            trains = module.training or torch.is_grad_enabled()
+            if isinstance(module, nn.TransformerEncoderLayer) and not trains:
+                self.notes[FAST_PATH] = None
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         if id(module) in self.names and self.paths:
@@ -348,6 +352,8 @@ def merged(path: str) -> str:
 @contextmanager
 def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
     """Everything that is called inside runs on meta tensors and is counted; calls of modules are noted."""
+    with without_function_modes(), Trace():
+        torch.empty(0)  # the first dispatch imports torch._dynamo, and keeps its tensors meanwhile
     collects, fused = gc.isenabled(), partial(sdpa, trace)
     trace.names = {id(inner): path for path, inner in module.named_modules()}
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
