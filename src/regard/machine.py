@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -173,3 +174,30 @@ def load_roofline(path: str | Path | None = None) -> Roofline | None:
         return Roofline(**json.loads(file.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, TypeError) as e:
         raise FormatError(f"{file} is not a stored roofline; run `regard bench machine` again ({e})") from e
+
+
+# Memory, as people write it.
+
+UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+def bytes_of(text: str) -> int:
+    """80GB is 80 · 10⁹ bytes, 80GiB 80 · 2³⁰.
+
+    >>> bytes_of("1.5GiB"), bytes_of("80GB"), bytes_of("4096")
+    (1610612736, 80000000000, 4096)
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match[2] not in UNITS:
+        raise SpecError(f"{text!r} is not an amount of memory; use 80GB, 24GiB or a number of bytes")
+    return int(float(match[1]) * UNITS[match[2]])

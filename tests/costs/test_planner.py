@@ -193,3 +193,13 @@ def test_example_inputs_are_on_the_gpu_only_where_there_is_one():
     inputs, targets = example(tiny, n=8, batch=2)
     where = "cuda" if torch.cuda.is_available() else "cpu"
     assert inputs[0].device.type == targets.device.type == where
+
+
+def test_memory_is_given_in_bytes_or_as_it_is_written():
+    spec = rg.preset("tiny-gpt")
+    written, bytes_ = (rg.plan(spec, memory=given, n=64, train=False) for given in ("1GB", 10**9))
+    assert written.plain() == bytes_.plain()
+    with pytest.raises(rg.SpecError, match="'much' is not an amount of memory; use 80GB, 24GiB"):
+        rg.plan(spec, memory="much")
+    with pytest.raises(rg.SpecError, match="memory=0"):
+        rg.plan(spec, memory="0")

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import re
 import sys
 from dataclasses import dataclass, fields
 from functools import partial
@@ -14,18 +13,6 @@ from typer.core import TyperGroup
 from ..errors import SpecError
 from .forms import FORMS
 from .options import with_options
-
-UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 
 
 class DefaultToOf(TyperGroup):
@@ -240,8 +227,9 @@ def _extra(result: Any, request: CostRequest) -> dict[str, tuple[Any, str]]:
 
 def _fitting(result: Any, request: CostRequest) -> tuple[dict[str, int], str]:
     from ..costs.memory.allocator import readable
+    from ..machine import bytes_of
 
-    budget = size_of(request.fits or "")
+    budget = bytes_of(request.fits or "")
     sizes = {"batch": result.fits(budget, "batch")}
     text = f"within {readable(budget)} ({budget:,} bytes): batch {sizes['batch']:,}"
     try:
@@ -249,18 +237,6 @@ def _fitting(result: Any, request: CostRequest) -> tuple[dict[str, int], str]:
     except SpecError:  # the image size determines n
         return sizes, text
     return sizes, f"{text}, or n {sizes['n']:,} at batch {request.batch:,}"
-
-
-def size_of(text: str) -> int:
-    """80GB is 80 · 10⁹ bytes, 80GiB 80 · 2³⁰.
-
-    >>> size_of("1.5GiB"), size_of("80GB"), size_of("4096")
-    (1610612736, 80000000000, 4096)
-    """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
-    if match is None or match[2] not in UNITS:
-        raise SpecError(f"{text!r} is not an amount of memory; use 80GB, 24GiB or a number of bytes")
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _measure(result: Any) -> float:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SpecError
-from .cost import require_one, size_of
+from .cost import require_one
 from .forms import FORMS
 from .options import with_options
 
@@ -79,7 +79,7 @@ def plan(request: PlanRequest) -> None:
         before = PROGRESS.set(progress)
         result = find_plan(
             targets.read(request.source),
-            memory=None if request.memory is None else size_of(request.memory),
+            memory=request.memory,
             gpu=request.gpu,
             n=request.n,
             train=request.train,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import SpecError
-from ..machine import load_roofline
+from ..machine import bytes_of, load_roofline
 from ..pattern import Pattern
 from ..spec.base import require_positive
 from ..table import ShownAsTables, Table
@@ -109,7 +109,7 @@ class Plan(ShownAsTables):
 def plan(
     model: Any,
     *,
-    memory: int | None = None,
+    memory: int | str | None = None,
     gpu: str | None = None,
     n: int | None = None,
     train: bool = True,
@@ -119,14 +119,15 @@ def plan(
     """The largest batch that fits, for each kind of step, with its time: sorted by tokens per second.
 
     model: a declaration, the name of a preset, a Hugging Face configuration or model, or a function that returns one.
-    gpu: names of cards, separated by commas (h200, h100, a100-40, l40s, l4, 4090, …); memory: bytes of a card,
-    in place of its own. train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward pass and
-    generation. ranks: cards that share the work (FSDP2). pattern: replaces the pattern of a declared attention.
+    gpu: names of cards, separated by commas (h200, h100, a100-40, l40s, l4, 4090, …); memory: bytes, or "80GB",
+    in place of a card's own. train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward pass
+    and generation. ranks: cards that share the work (FSDP2). pattern: replaces the pattern of a declared attention.
     """
     model = built(model)
     subject = Subject.of(model)
-    for name, given in (("ranks", ranks), ("n", 1 if n is None else n)):
-        require_positive(name, given)
+    memory = bytes_of(memory) if isinstance(memory, str) else memory
+    for name, given in {"ranks": ranks, "n": n, "memory": memory}.items():
+        require_positive(name, 1 if given is None else given)
     if pattern is not None:
         if not subject.declared:
             raise SpecError("pattern= replaces the pattern of a declaration; this model has none of ours")
