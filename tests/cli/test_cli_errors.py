@@ -309,6 +309,27 @@ def test_an_interrupted_run_exits_with_130_and_prints_how_to_resume(tmp_path):
     assert f"resuming after update {step:,}, from its checkpoint" in done.stderr
 
 
+ENDED = """
+import os, signal, sys
+import regard.cli.main as main
+from regard.cli.entry import run
+
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid(), ctrl_c=signal.SIGINT):
+        kill(process, ctrl_c)
+
+late = Late()  # deleted while Python shuts down
+main.run = lambda: sys.exit({code})
+run()
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_ctrl_c_after_a_command_has_ended_does_not_change_its_exit_code(code):
+    done = subprocess.run([sys.executable, "-c", ENDED.format(code=code)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
 def test_the_console_script_prints_a_sentence_about_an_unusable_file(tmp_path):
     (tmp_path / "x.json").mkdir()
     code = "import regard.cli.main as m, sys; m.app = lambda: open(sys.argv[1]); m.run()"

@@ -35,6 +35,10 @@ def run() -> None:
             sys.stderr.flush()
             os._exit(INTERRUPTED)
         raise
+    finally:
+        # The command has ended. While Python shuts down it would restore the default action of Ctrl-C, which kills
+        # the process, so that a command that succeeded would not exit with 0.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _leave(*_: Any) -> None:
