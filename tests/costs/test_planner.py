@@ -197,8 +197,13 @@ def test_example_inputs_are_on_the_gpu_only_where_there_is_one():
 
 def test_memory_is_given_in_bytes_or_as_it_is_written():
     spec = rg.preset("tiny-gpt")
-    written, bytes_ = (rg.plan(spec, memory=given, n=64, train=False) for given in ("1GB", 10**9))
-    assert written.plain() == bytes_.plain()
+    given = ("1GB", 10**9, 1e9)
+    written, *others = (rg.plan(spec, memory=x, n=64, train=False) for x in given)
+    assert all(other.plain() == written.plain() for other in others)
+    none = rg.plan(spec, memory=1000, n=64, train=False)
+    assert (
+        none._repr_html_().endswith("</small></p><pre></pre>") and "a batch is per rank" in none._repr_html_()
+    )
     with pytest.raises(rg.SpecError, match="'much' is not an amount of memory; use 80GB, 24GiB"):
         rg.plan(spec, memory="much")
     with pytest.raises(rg.SpecError, match="memory=0"):

@@ -343,6 +343,24 @@ def test_cross_attention_keeps_its_keys_unless_it_is_named():
         torch.testing.assert_close(decoder(x, memory), both, rtol=1e-5, atol=1e-6)
 
 
+def test_attention_named_cross_and_keys_of_another_length_are_cross_attention():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({x: nn.MultiheadAttention(8, 2, batch_first=True) for x in ("attn", "cross_attn")})
+    x, k, v = torch.randn(2, 7, 8), torch.randn(2, 11, 8), torch.randn(2, 11, 8)
+    before = model["attn"](x, k, v)[0]
+    with rg.use(model, rg.window(1)) as applied:
+        assert list(applied.patterns) == ["attn"]
+        assert torch.equal(model["attn"](x, k, v)[0], before)
+
+
+@pytest.mark.compiled
+def test_a_module_that_calls_sdpa_can_be_compiled():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ByFunction()), torch.randn(3, 10, 8)
+    with rg.use(model, rg.window(2)), torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))
+
+
 @pytest.mark.parametrize("same_length", [False, True])
 def test_a_call_with_a_context_is_cross_attention(same_length):
     torch.manual_seed(0)

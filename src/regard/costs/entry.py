@@ -59,9 +59,8 @@ def cost(
         model = preset(model)
     require_positive("batch", batch)
     kind = str(dtype).removeprefix("torch.")
-    for what, name, known in (
-        ("dtype", kind, DTYPES), ("backend", backend, BACKENDS), ("device", device, DEVICES)
-    ):  # fmt: skip
+    choices = {"dtype": (kind, DTYPES), "backend": (backend, BACKENDS), "device": (device, DEVICES)}
+    for what, (name, known) in choices.items():
         if name not in known:
             raise SpecError(f"unknown {what} {name!r}; {nearest(name, known)}")
     if not example_inputs:

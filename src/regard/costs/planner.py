@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from html import escape
 from typing import Any
 
 import torch
@@ -102,14 +103,15 @@ class Plan(ShownAsTables):
         return f"<Plan for {self.model[:60]}: {first.option.label}, batch {first.batch}, {first.gpu}>"
 
     def _repr_html_(self) -> str:
-        *notes, code = self.table().below
-        return f"{self.table()._replace(below=tuple(notes)).html()}<pre>{code}</pre>"
+        table, code = self.table(), self.choices[0].code  # none if nothing fits
+        below = table.below[:-1] if code else table.below
+        return f"{table._replace(below=below).html()}<pre>{escape(code)}</pre>"
 
 
 def plan(
     model: Any,
     *,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     gpu: str | None = None,
     n: int | None = None,
     train: bool = True,
@@ -125,7 +127,7 @@ def plan(
     """
     model = built(model)
     subject = Subject.of(model)
-    memory = bytes_of(memory) if isinstance(memory, str) else memory
+    memory = None if memory is None else bytes_of(str(memory))
     for name, given in {"ranks": ranks, "n": n, "memory": memory}.items():
         require_positive(name, 1 if given is None else given)
     if pattern is not None:

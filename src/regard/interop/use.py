@@ -249,7 +249,7 @@ def _calls_sdpa(kind: type[nn.Module]) -> bool:
 # Cross-attention, by how it is called, and by the names under which modules have it.
 
 CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
-CONTEXT = re.compile(r"context|ctx|memory|encoder|cond|^kv$", re.IGNORECASE)  # arguments
+CONTEXT = re.compile(r"context|ctx|memory|encoder|^cond|^kv$", re.IGNORECASE)  # arguments
 
 
 def is_named_cross(name: str, module: nn.Module) -> bool:
@@ -266,19 +266,19 @@ def _cross_attention(model: nn.Module) -> set[str]:
     return found
 
 
-def _is_cross(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call attends to something else than its own input."""
+def _is_cross(module: nn.Module, contexts: Sequence[bool], args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call attends to something else than its own input. contexts: as in Patterned."""
     if isinstance(module, nn.MultiheadAttention):
         query, key, value = [*args, *(kwargs[x] for x in ("query", "key", "value") if x in kwargs)][:3]
         axis = 1 if module.batch_first and query.dim() == 3 else 0
         return query is not key and (key is value or query.shape[axis] != key.shape[axis])
-    try:
-        given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-    except TypeError:
-        return False
-    tensors = [x for x in given.values() if isinstance(x, Tensor)]
-    context = [x for name, x in given.items() if isinstance(x, Tensor) and CONTEXT.search(name)]
-    return any(x is not tensors[0] for x in context)
+    given = [*zip(contexts, args), *((_is_context(name), x) for name, x in kwargs.items())]
+    tensors = [(context, x) for context, x in given if isinstance(x, Tensor)]
+    return any(context and x is not tensors[0][1] for context, x in tensors)
+
+
+def _is_context(argument: str) -> bool:
+    return CONTEXT.search(argument) is not None and "mask" not in argument
 
 
 def _without_nested_tensors(encoder: nn.TransformerEncoder) -> Callable[[], None]:
@@ -305,6 +305,7 @@ class Patterned:
     before: Callable[..., Any]
     had_own: bool  # the forward was an attribute of the module, not of its class
     hook: Any
+    contexts: list[bool]  # which arguments of the forward are named as a context, in order
     patterns: list[tuple[Patterns, bool]]  # and whether the module was chosen by name
 
 
@@ -316,7 +317,8 @@ def _install(module: nn.Module, given: Patterns, named: bool) -> Callable[[], No
     state: Patterned | None = module.__dict__.get(PATTERNED)
     if state is None:
         before, had_own = module.forward, "forward" in module.__dict__
-        state = Patterned(before, had_own, module.register_forward_pre_hook(_nothing), [])
+        contexts = [_is_context(name) for name in inspect.signature(before).parameters]
+        state = Patterned(before, had_own, module.register_forward_pre_hook(_nothing), contexts, [])
         module.__dict__[PATTERNED] = state
         module.forward = update_wrapper(partial(_patterned_forward, module), before)
     entry, active = (given, named), state
@@ -339,11 +341,12 @@ def _install(module: nn.Module, given: Patterns, named: bool) -> Callable[[], No
 def _patterned_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: Patterned = module.__dict__[PATTERNED]
     given, named = state.patterns[-1]
-    if not named and _is_cross(module, args, kwargs):
+    if not named and _is_cross(module, state.contexts, args, kwargs):
         return state.before(*args, **kwargs)
     if isinstance(module, nn.MultiheadAttention):
         return multihead(module, given, *args, **kwargs)
-    with Intercepted(type(module).__name__, given) as mode:
+    mode = Intercepted(type(module).__name__, given)
+    with mode:  # not `as mode`, which is None where Dynamo traces
         out = state.before(*args, **kwargs)
     if not mode.calls:
         raise SpecError(

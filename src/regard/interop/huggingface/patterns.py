@@ -44,6 +44,8 @@ def use_in_hugging_face(model: Any, pattern: Any) -> Applied:
     state.apply()
     if model.config._attn_implementation != NAME:
         states[-1].apply()
+        if len(states) == 1:
+            del model.__dict__[STATES]
         raise SpecError(
             f"{type(model).__name__} did not take attn_implementation={NAME!r}; it has {before!r}"
         )
