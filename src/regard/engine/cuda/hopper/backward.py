@@ -19,7 +19,6 @@ from .forward import (
     _spot,
     _store,
     async_copy,
-    fetch,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -30,6 +29,8 @@ from .static import (
     chain_of,
     count_last_tile,
     count_tile,
+    fetch,
+    fetch_words,
     gl,
     gluon,
     hide_listed,
@@ -37,8 +38,12 @@ from .static import (
     let_next,
     list_of,
     listed_rows,
+    load_words,
     member,
+    read_words,
     wait_for,
+    word,
+    word_ring,
 )
 
 FEW = gl.constexpr(16)  # rows whose parts a program adds up at a time
@@ -46,16 +51,15 @@ AHEAD = gl.constexpr(4)  # parts whose loads do not wait for one another
 
 
 @gluon.jit
-def _tile(BLOCKS, t):
-    """First row, step and number of rows of the tile of block t. As loop variables they would take registers."""
-    at = BLOCKS + t * 12
-    return gl.load(at + 10), gl.load(at + 11), (gl.load(at + 9) >> 8) & 255
+def _tile(words):
+    """First row, step and number of rows of a block's tile."""
+    return word(words, 10), word(words, 11), (word(words, 9) >> 8) & 255
 
 
 @gluon.jit
-def _of_tile(BLOCKS, t, LAYOUT: gl.constexpr, S: gl.constexpr):
-    """The rows of the tile of block t; past its end, the last row again."""
-    first, hop, count = _tile(BLOCKS, t)
+def _of_tile(words, LAYOUT: gl.constexpr, S: gl.constexpr):
+    """The rows of a block's tile; past its end, the last row again."""
+    first, hop, count = _tile(words)
     return member(first, hop, gl.minimum(gl.arange(0, S.R, layout=LAYOUT), count - 1), S)
 
 
@@ -75,11 +79,11 @@ def _two(KIND: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, BLOCKS, t, q_n, do_n, o_n, S: gl.constexpr):
-    """Start to copy q, do, o and lse of the tile of block t; instead of o and lse, what an earlier pass derived."""
+def _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, words, q_n, do_n, o_n, S: gl.constexpr):
+    """Start to copy q, do, o and lse of a block's tile; instead of o and lse, what an earlier pass derived."""
     qs, dos, os, lses, deltas = tile
-    x = _of_tile(BLOCKS, t, gl.SliceLayout(1, S.LOAD), S)
-    flat = _of_tile(BLOCKS, t, S.FLAT, S)
+    x = _of_tile(words, gl.SliceLayout(1, S.LOAD), S)
+    flat = _of_tile(words, S.FLAT, S)
     _copy(qs, Q, x, q_n, S)
     _copy(dos, DO, x, do_n, S)
     if S.COVERED:
@@ -91,16 +95,17 @@ def _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, BLOCKS, t, q_n, do_n, o_n, 
 
 
 @gluon.jit
-def _open(tile, DLSE, LSE2, DELTA, BLOCKS, t, start, step, S: gl.constexpr):
-    """lse (base 2) and delta = Σ do ∘ o − dlse of the tile of block t; both are written too, for dk and dv."""
+def _open(tile, DLSE, LSE2, DELTA, words, start, step, S: gl.constexpr):
+    """lse (base 2) and delta = Σ do ∘ o − dlse of a block's tile; both are written too, for dk and dv."""
     _, dos, os, lses, deltas = tile
     ROWS: gl.constexpr = gl.SliceLayout(1, S.SCORES)
-    first, hop, count = _tile(BLOCKS, t)
+    first, hop, count = _tile(words)
     if S.COVERED:
         return first, hop, lses.load(ROWS), deltas.load(ROWS)
     delta = gl.sum(os.load(S.LOAD).to(gl.float32) * dos.load(S.LOAD).to(gl.float32), 1)
-    delta = gl.convert_layout(delta, ROWS)
     lse2 = lses.load(ROWS) * 1.4426950408889634
+    lses.store(delta)  # its place is free now: a buffer more, and one program less would fit
+    delta = lses.load(ROWS)
     lse2 = gl.where(lse2 == -float("inf"), float("inf"), lse2)  # an empty row: every weight exp2(−∞) = 0
     x, mine = _mine(first, hop, count, start, step, ROWS, S)
     if S.HAS_DLSE:
@@ -133,22 +138,24 @@ def _rows_of(row, flat, LISTS, S: gl.constexpr):
 @gluon.jit
 def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     """Add block t, whose keys and values are in `here`, to dq; the next is copied to the other half of the ring."""
-    dq, lse2, delta, first, hop, mark, ahead, coming, lines, pending = state
+    dq, lse2, delta, first, hop, mark, lines, pending = state
     qs, dos = tile[0], tile[1]
     ks, vs, noted = here
     ks_next, vs_next, noted_next = other
-    Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, strides, start, step, scale, scale2, parts = given
+    Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, blocks, strides, start, step, scale, scale2, parts = given
+    BLOCKS, ring = blocks
     q_n, do_n, o_n, k_m, v_m, dq_n = strides
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
-    later, after = _row(BLOCKS, gl.minimum(t + 2, last), S)
     PART, SLOTS, LISTS, bh, all_heads = parts
-    counter, joins, counts = chain_of(BLOCKS, t, S)
     async_copy.wait_group(0)
     barrier()
+    words, following = read_words(ring, t), read_words(ring, gl.minimum(t + 1, last))
+    counter, joins, counts = chain_of(words, S)
+    ahead, coming = _row(following, S)
     pending = count_tile(PART, pending, S)
     if (mark & BEGINS) != 0:
-        first, hop, lse2, delta = _open(tile, DLSE, LSE2, DELTA, BLOCKS, t, start, step, S)
+        first, hop, lse2, delta = _open(tile, DLSE, LSE2, DELTA, words, start, step, S)
     product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
     product_v = warpgroup_mma(dos, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
     bits = bits_of(lines, zero, S)
@@ -157,6 +164,7 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
         _copy_block(ks_next, K, spot, k_m, c, S)
         _copy_block(vs_next, V, spot, v_m, c, S)
         _note(noted_next, ahead, coming, flat, S)
+    fetch_words(ring, BLOCKS, gl.minimum(t + 2, last))
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(1, deps=[product_k])
@@ -165,7 +173,7 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     dweights = warpgroup_mma_wait(0, deps=[product_v])
     if ends & (t < last):
         barrier()
-        _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, BLOCKS, t + 1, q_n, do_n, o_n, S)
+        _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, read_words(ring, t + 1), q_n, do_n, o_n, S)
     async_copy.commit_group()
     dscores = weights * (dweights - delta[:, None])
     left = gl.convert_layout(dscores.to(ks.dtype), gl.DotOperandLayout(0, S.OUT, 2))
@@ -175,7 +183,7 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     dq = warpgroup_mma_wait(0, deps=[product])
     if ends:
         barrier()
-        _, _, count = _tile(BLOCKS, t)
+        _, _, count = _tile(read_words(ring, t))
         x, mine = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
         slot = -1
         if S.SPLIT:
@@ -186,7 +194,7 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
             _put(DQ, ks, dq * scale, x, mine, dq_n, joins, S)
         pending = gl.where(counts > 0, counter, -1) if S.CHAINED else 0
         dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    return dq, lse2, delta, first, hop, coming, later, after, _lines(ahead, LISTS, S), pending
+    return dq, lse2, delta, first, hop, coming, _lines(ahead, LISTS, S), pending
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
@@ -218,25 +226,28 @@ def hopper_dq(
     kr, vr = _two(KIND, [2, S.R, S.D], S.SHARED)
     tile = qs, dos, os, lses, deltas
     dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    row, mark = _row(CHUNKS + 4, 0, S)
+    ring, words = word_ring(), load_words(CHUNKS + 4, 0, S)
+    row, mark = _row(words, S)
     j = _rows_of(row, c, LISTS, S)
-    _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, CHUNKS + 4, 0, q_n, do_n, o_n, S)
+    _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, words, q_n, do_n, o_n, S)
     _copy(kr.index(lo % 2), K, j, k_m, S)
     _copy(vr.index(lo % 2), V, j, v_m, S)
     _note(b0, row, mark, gl.arange(0, S.R, layout=S.FLAT), S)
+    fetch_words(ring, BLOCKS, lo)
+    fetch_words(ring, BLOCKS, gl.minimum(lo + 1, last))
     async_copy.commit_group()
-    ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S)
     lse2 = gl.zeros([S.R], gl.float32, layout=gl.SliceLayout(1, S.SCORES))
-    state = dq, lse2, lse2, lo, lo, mark, ahead, coming, _lines(row, LISTS, S), lo * 0 - 1 if S.CHAINED else 0
+    state = dq, lse2, lse2, lo, lo, mark, _lines(row, LISTS, S), lo * 0 - 1 if S.CHAINED else 0
     strides = q_n, do_n, o_n, k_m, v_m, dq_n
     parts = PART, SLOTS, LISTS, bh, all_heads
-    given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, strides, start, step, scale, scale2, parts
+    blocks = BLOCKS, ring
+    given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, blocks, strides, start, step, scale, scale2, parts
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
         here, other = (kr.index(at), vr.index(at), b0), (kr.index(1 - at), vr.index(1 - at), b1)
         state = _visit_keys(state, t, last, tile, here, other, given, S)
         state = _visit_keys(state, t + 1, last, tile, other, here, given, S)
-    count_last_tile(PART, state[9], S)
+    count_last_tile(PART, state[7], S)
     if S.LATE:
         awaited(lo)
 
@@ -329,10 +340,10 @@ def _fetch_rows(place, row, word, c, flat, given, S: gl.constexpr, WAITS: gl.con
 
 @gluon.jit
 def _close_keys(
-    DK, DV, PART, SLOTS, BLOCKS, t, place_k, place_v, dk, dv, bh, all_heads, stride, joins, S: gl.constexpr
+    DK, DV, PART, SLOTS, words, t, place_k, place_v, dk, dv, bh, all_heads, stride, joins, S: gl.constexpr
 ):  # fmt: skip
     """Write dk and dv of the tile of block t, or its share of them."""
-    first, hop, count = _tile(BLOCKS, t)
+    first, hop, count = _tile(words)
     x, mine = _mine(first, hop, count, 0, 1, gl.SliceLayout(1, S.LOAD), S)
     if S.SPLIT:
         slot = gl.load(SLOTS + t)
@@ -351,21 +362,23 @@ def _close_keys(
 @gluon.jit
 def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexpr):
     """Add block t, whose rows are in `here`, to dk and dv; the next is copied to the other half of the ring."""
-    dk, dv, first, hop, mark, ahead, coming, lines, pending = state
+    dk, dv, first, hop, mark, lines, pending = state
     qs, dos, lses, deltas, noted = here
-    K, V, DK, DV, PART, SLOTS, BLOCKS, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2 = given
+    K, V, DK, DV, PART, SLOTS, BLOCKS, ring, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2 = given
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S.SCORES)
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
-    later, after = _row(BLOCKS, gl.minimum(t + 2, last), S)
-    counter, joins, counts = chain_of(BLOCKS, t, S)
     async_copy.wait_group(0)
     barrier()
+    words, following = read_words(ring, t), read_words(ring, gl.minimum(t + 1, last))
+    counter, joins, counts = chain_of(words, S)
+    ahead, coming = _row(following, S)
     pending = count_tile(PART, pending, S)
     product_q = warpgroup_mma(ks, qs.permute((1, 0)), zero, use_acc=False, is_async=True)
     bits = bits_of(lines, zero, S)
     if t < last:
         _fetch_rows(other, ahead, coming, c, flat, rows, S)
+    fetch_words(ring, BLOCKS, gl.minimum(t + 2, last))
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(0, deps=[product_q])
@@ -380,7 +393,7 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     product_k = warpgroup_mma(right, qs, dk, is_async=True)
     if ends & (t < last):
         barrier()
-        x = _of_tile(BLOCKS, t + 1, gl.SliceLayout(1, S.LOAD), S)
+        x = _of_tile(read_words(ring, t + 1), gl.SliceLayout(1, S.LOAD), S)
         _copy(ks, K, x, k_m, S)
         _copy(vs, V, x, v_m, S)
     async_copy.commit_group()
@@ -389,14 +402,15 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     dv, dk = warpgroup_mma_wait(0, deps=[product_v, product_k])
     if ends:
         barrier()
-        _close_keys(DK, DV, PART, SLOTS, BLOCKS, t, qs, dos, dk * scale, dv, bh, all_heads, dk_m, joins, S)
+        words = read_words(ring, t)
+        _close_keys(DK, DV, PART, SLOTS, words, t, qs, dos, dk * scale, dv, bh, all_heads, dk_m, joins, S)
         pending = gl.where(counts > 0, counter, -1) if S.CHAINED else 0
         dk, dv = (
             gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
             gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
         )
-        first, hop, _ = _tile(BLOCKS, gl.minimum(t + 1, last))
-    return dk, dv, first, hop, coming, later, after, _lines(ahead, LISTS, S), pending
+        first, hop, _ = _tile(read_words(ring, gl.minimum(t + 1, last)))
+    return dk, dv, first, hop, coming, _lines(ahead, LISTS, S), pending
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "joins", "of_heads", "m", "start"])
@@ -428,19 +442,21 @@ def hopper_dkv(
     s0, s1 = _two(gl.float32, [S.R], LINE)
     i0, i1 = _two(gl.int32, [S.R], LINE)
     dk, dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT), gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    row, mark = _row(CHUNKS + 4, 0, S)
-    x = _of_tile(CHUNKS + 4, 0, gl.SliceLayout(1, S.LOAD), S)
+    ring, words = word_ring(), load_words(CHUNKS + 4, 0, S)
+    row, mark = _row(words, S)
+    x = _of_tile(words, gl.SliceLayout(1, S.LOAD), S)
     _copy(ks, K, x, k_m, S)
     _copy(vs, V, x, v_m, S)
     rows = Q, DO, LSE2, DELTA, LISTS, q_h, q_n, do_h, do_n, n, start, step
     place = qr.index(lo % 2), dor.index(lo % 2), l0, s0, i0
     _fetch_rows(place, row, mark, c, flat, rows, S, S.WAITS)
+    fetch_words(ring, BLOCKS, lo)
+    fetch_words(ring, BLOCKS, gl.minimum(lo + 1, last))
     async_copy.commit_group()
     flat = let_next(flat)
-    ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S)
-    first, hop, _ = _tile(CHUNKS + 4, 0)
-    state = dk, dv, first, hop, mark, ahead, coming, _lines(row, LISTS, S), lo * 0 - 1 if S.CHAINED else 0
-    given = K, V, DK, DV, PART, SLOTS, BLOCKS, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2
+    first, hop, _ = _tile(words)
+    state = dk, dv, first, hop, mark, _lines(row, LISTS, S), lo * 0 - 1 if S.CHAINED else 0
+    given = K, V, DK, DV, PART, SLOTS, BLOCKS, ring, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
         here, other = (
@@ -449,7 +465,7 @@ def hopper_dkv(
         )
         state = _visit_rows(state, t, last, ks, vs, here, other, rows, given, S)
         state = _visit_rows(state, t + 1, last, ks, vs, other, here, rows, given, S)
-    count_last_tile(PART, state[8], S)
+    count_last_tile(PART, state[6], S)
     if not S.WAITS:
         joins = awaited(joins)
     if S.ADDS:

@@ -13,6 +13,7 @@ from .static import (
     barrier,
     bits_of,
     each,
+    fetch,
     gl,
     gluon,
     hide_listed,
@@ -22,14 +23,15 @@ from .static import (
     let_next,
     list_of,
     listed_rows,
+    load_words,
     member,
     rescale_ptx,
     weights_ptx,
+    word,
 )
 
 async_copy, warpgroup_mma = hopper.async_copy, hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
-fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
 
 # Marks of a block: 1, 2 its lower, upper bound is to be tested, 4 every pair, 8 begins a tile; the others: see lines.
 # If passes are chained, mark 1 means that the block has empty columns.
@@ -37,24 +39,21 @@ BEGINS, FAR = gl.constexpr(8), gl.constexpr(1 << 30)
 
 
 @gluon.jit
-def _row(BLOCKS, t, S: gl.constexpr):
-    """The words of block t: up to three segments, their end, first row and step of its tile; and its marks. If passes
+def _row(words, S: gl.constexpr):
+    """The words of a block: up to three segments, their end, first row and step of its tile; and its marks. If passes
     are chained, instead of a second segment: the largest differences row − column and column − row.
 
-    Read two blocks ahead, because a load waits behind the copies in flight.
+    Loaded two blocks ahead, because a load waits behind the copies in flight.
     """
-    at = BLOCKS + t * 12
-    a = gl.load(at)
-    b = gl.load(at + 1)
+    a, b = word(words, 0), word(words, 1)
     c1, a1, b1, c2, a2, b2 = a, a, a, a, a, a
     if S.CHAINED:
-        c1, a1 = gl.load(at + 2), gl.load(at + 3)
+        c1, a1 = word(words, 2), word(words, 3)
     elif S.SEGMENTS > 1:
-        c1, a1, b1 = gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+        c1, a1, b1 = word(words, 2), word(words, 3), word(words, 4)
     if S.SEGMENTS > 2:
-        c2, a2, b2 = gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
-    row = (a, b, c1, a1, b1, c2, a2, b2, gl.load(at + 8), gl.load(at + 10), gl.load(at + 11))
-    return row, gl.load(at + 9)
+        c2, a2, b2 = word(words, 5), word(words, 6), word(words, 7)
+    return (a, b, c1, a1, b1, c2, a2, b2, word(words, 8), word(words, 10), word(words, 11)), word(words, 9)
 
 
 @gluon.jit
@@ -370,8 +369,8 @@ def _first_copies(
     qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, LISTS, lo, last, q_n, k_m, v_m, c, flat, S: gl.constexpr
 ):  # fmt: skip
     """Queries, keys and values of block `lo`; the words of the next, whose tests are noted."""
-    row, marks = _row(CHUNKS + 4, 0, S)
-    following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S)
+    row, marks = _row(load_words(CHUNKS + 4, 0, S), S)
+    following, coming = _row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
     _fetch_queries(qs, Q, row, marks, q_n, S)
     spot = _spot(row, c, LISTS, S)
     _note(noted.index(lo % 2), row, marks, flat, S)
@@ -413,7 +412,7 @@ def hopper_forward(
     )
     first, hop, _ = _tile(row, mark)
     next_first, next_hop, _ = _tile(following, coming)
-    row, after = _row(BLOCKS, gl.minimum(lo + 2, last), S)
+    row, after = _row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)
     spot, bits = _spot(following, c, LISTS, S), bits_of(begun[-1], zero, S)
     async_copy.wait_group(1)
     barrier()
@@ -436,7 +435,7 @@ def hopper_forward(
         product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
         ahead, bits = _spot(row, c, LISTS, S), bits_of(spot[-1], zero, S)
         _note(noted.index(t % 2), row, after, flat, S)
-        later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), S)
+        later_row, later = _row(load_words(BLOCKS, gl.minimum(t + 3, last), S), S)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
         _copy_block(ks, K, ahead, k_m, c, S)
