@@ -1,14 +1,15 @@
 """The rates of this machine: matrix products, memory bandwidth, launches. Measured once, stored, read again."""
 
 import json
+import math
 import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 import torch
@@ -176,7 +177,16 @@ def load_roofline(path: str | Path | None = None) -> Roofline | None:
         raise FormatError(f"{file} is not a stored roofline; run `regard bench machine` again ({e})") from e
 
 
-# Memory, as people write it.
+def slope(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
+    """The exponent p of y = c · xᵖ, by least squares on the logarithms.
+
+    >>> round(slope([1, 2, 4], [3, 12, 48]), 6)
+    2.0
+    """
+    return linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
+
+
+# Amounts, as people write them.
 
 UNITS = {
     "": 1,
@@ -201,3 +211,27 @@ def bytes_of(text: str) -> int:
     if match is None or match[2] not in UNITS:
         raise SpecError(f"{text!r} is not an amount of memory; use 80GB, 24GiB or a number of bytes")
     return int(float(match[1]) * UNITS[match[2]])
+
+
+def readable(size: int | float) -> str:
+    """Bytes in the largest unit of which there is at least one.
+
+    >>> readable(3 << 29), readable(1536), readable(10)
+    ('1.50 GiB', '1.50 KiB', '10 bytes')
+    """
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size:,} bytes"
+
+
+def short(amount: Any) -> str:
+    """A number with three digits and a prefix.
+
+    >>> short(124_439_808), short(950)
+    ('124 M', '950')
+    """
+    for unit, name in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if amount >= unit:
+            return f"{amount / unit:.3g} {name}"
+    return f"{amount}"

@@ -7,8 +7,9 @@ import torch
 
 import regard as rg
 from regard.costs import compare, cost, layers_to_connect
-from regard.costs.layer_types import growth, layer_kinds, slope
+from regard.costs.layer_types import growth, layer_kinds
 from regard.errors import SpecError
+from regard.machine import slope
 
 BY_NAME = {k.name: k for k in layer_kinds(16, 3, 2)}
 

@@ -237,6 +237,13 @@ def test_explain_says_what_ran_and_names_a_table():
         huggingface.explain(model, IDS)
 
 
+def test_explain_of_a_compiled_model_says_what_it_says_of_the_model():
+    model = causal_model()
+    expected = huggingface.explain(model, IDS)
+    model.compile(backend="eager")  # the graph records nothing; traced, the calls would not be those that run
+    assert huggingface.explain(model, IDS) == expected
+
+
 def test_an_argument_that_changes_the_weights_is_never_lost():
     layer = causal_model().model.layers[0].self_attn
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
@@ -342,6 +349,41 @@ def test_a_dictionary_of_attention_classes_gets_one_that_runs_by_regard(monkeypa
     assert len(calls) == 2
     assert relative(ours, twin(given).last_hidden_state) < 1e-5
     assert len(calls) == 2
+
+
+def step_after_a_full_window(cache, prepare=lambda model: model):
+    """Logits of the last token: from a sliding cache that no longer has the first keys, and without a cache.
+
+    The pattern names positions, which count from the first real token, not from the first key of the cache.
+    """
+    model = causal_model("Mistral", sliding_window=7)
+    rg.use(model, rg.causal() & (rg.window(1) | rg.every(4)))
+    past = cache(model.config)
+    with torch.no_grad():
+        expected = model(IDS, attention_mask=LEFT, use_cache=False).logits[:, -1:]
+        model(IDS[:, :12], attention_mask=LEFT[:, :12], past_key_values=past)
+        step = prepare(model)(IDS[:, 12:], attention_mask=LEFT, past_key_values=past)
+    return step.logits, expected
+
+
+CACHES = {
+    "dynamic": lambda config: transformers.DynamicCache(config=config),
+    "static": lambda config: transformers.StaticCache(config=config, max_cache_len=16),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_pattern_that_names_positions_is_right_after_a_sliding_cache_has_dropped_keys(cache):
+    ours, expected = step_after_a_full_window(CACHES[cache])
+    assert relative(ours, expected) < 1e-5
+
+
+@pytest.mark.compiled
+def test_a_compiled_step_counts_positions_as_eager_does_after_a_sliding_cache_has_dropped_keys():
+    ours, expected = step_after_a_full_window(
+        CACHES["static"], lambda model: torch.compile(model, backend="eager")
+    )
+    assert relative(ours, expected) < 1e-5
 
 
 @pytest.mark.compiled

@@ -83,6 +83,14 @@ def test_an_unknown_function_becomes_a_table_and_says_so():
     assert torch.equal(problem.pattern, table)
 
 
+def test_a_table_over_a_sliding_cache_keeps_the_positions_of_the_users_pattern():
+    n, m, q_offset, kv_offset = 5, 13, 22, 14
+    lazy, table = made(lambda b, h, i, j: (i + j) % 3 != 1, n, m, q_offset, kv_offset)
+    i, j = torch.arange(n)[:, None] + q_offset, torch.arange(m) + kv_offset
+    user = rg.window(1) | rg.every(4)
+    assert torch.equal(allowed(lazy.mask, user), table & user.allows(i, j))
+
+
 def test_a_pattern_that_was_read_wrongly_is_noticed_on_sampled_rows(monkeypatch):
     monkeypatch.setattr(masks, "_behind", lambda pattern: rg.window(pattern.before + 1, after=0))
     lazy, table = made(theirs.sliding_window_causal_mask_function(6))

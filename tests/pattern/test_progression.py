@@ -43,6 +43,12 @@ def test_the_count_is_the_sum_of_the_table_for_more_queries_than_keys(p, n, m, s
     assert p.count(n, m, (start, step)) == int(p.allowed(n, m, (start, step)).sum())
 
 
+@pytest.mark.parametrize("n, m", [(1, 4), (3, 6), (5, 8), (9, 12), (3, 9)])
+def test_blocks_and_a_class_of_keys_are_counted_where_queries_begin_at_a_later_block(n, m):
+    p = blocks(3) & every(2)
+    assert p.count(n, m) == int(p.allowed(n, m).sum())
+
+
 def test_an_offset_is_a_start_with_step_one():
     p = causal() & (window(2) | every(3))
     assert p.count(7, 11, 2) == p.count(7, 11, (2, 1)) != p.count(7, 11)

@@ -196,9 +196,8 @@ def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
 
 def _extra(result: Any, request: CostRequest) -> dict[str, tuple[Any, str]]:
     """What fits and the time it takes, each as data and as text."""
-    from ..costs.memory.allocator import readable
     from ..costs.time import estimate
-    from ..machine import load_roofline
+    from ..machine import load_roofline, readable
 
     extra: dict[str, tuple[Any, str]] = {}
     if request.ranks > 1:
@@ -226,8 +225,7 @@ def _extra(result: Any, request: CostRequest) -> dict[str, tuple[Any, str]]:
 
 
 def _fitting(result: Any, request: CostRequest) -> tuple[dict[str, int], str]:
-    from ..costs.memory.allocator import readable
-    from ..machine import bytes_of
+    from ..machine import bytes_of, readable
 
     budget = bytes_of(request.fits or "")
     sizes = {"batch": result.fits(budget, "batch")}

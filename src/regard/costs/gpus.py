@@ -36,7 +36,7 @@ class Card(NamedTuple):
         return Roofline(name, rates, BANDWIDTH * self.bandwidth, KERNEL_S, {"source": self.source}, HOST_S)
 
 
-def _card(gb: int, tb: float, half: int, single: float, gpu: Gpu, source: str) -> Card:
+def _card(gb: int, tb: float, half: int, single: int | float, gpu: Gpu, source: str) -> Card:
     return Card(gb * GB, tb * TB, half * TFLOPS, single * TFLOPS, gpu, f"NVIDIA {source}")
 
 

@@ -4,18 +4,16 @@ FLOPs are those of the declarations that are timed. The path length is the numbe
 of steps) after which every output depends on every input.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
-from statistics import linear_regression
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import SpecError, nearest
-from ..machine import time_call
+from ..machine import slope, time_call
 from ..pattern import full, window
 from ..spec import Attention, Convolutional, Recurrent
 from ..spec.base import require_positive
@@ -246,12 +244,3 @@ def growth(kind: LayerKind, lengths: Sequence[int], repeats: int = 10) -> Growth
         seconds = [time_call(partial(layer, x), "cpu", repeats, min) for x in inputs]
     flops = [kind.flops(n) for n in lengths]
     return Growth(kind.name, tuple(lengths), tuple(seconds), slope(lengths, seconds), slope(lengths, flops))
-
-
-def slope(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
-    """The exponent p of y = c · xᵖ, by least squares on the logarithms.
-
-    >>> round(slope([1, 2, 4], [3, 12, 48]), 6)
-    2.0
-    """
-    return linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope

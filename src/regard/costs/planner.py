@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from ..errors import SpecError
-from ..machine import bytes_of, load_roofline
+from ..machine import bytes_of, load_roofline, readable
 from ..pattern import Pattern
 from ..spec.base import require_positive
 from ..table import ShownAsTables, Table
 from .gpus import Card, card
-from .memory.allocator import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size

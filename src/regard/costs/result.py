@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from ..errors import SpecError
 from ..formulas import RelativeOrders, ScoreOrders, latex_table, leading_order, relative_orders, score_orders
+from ..machine import readable, short
 from ..position import quadratic
 from ..spec import Attention, FeedForward, Spec
 from ..spec.attention import BIASES
 from ..table import ShownAsTables, Table
 from .flops.models import build_tree
-from .memory.allocator import readable
 from .sizes import Symbols
 from .trace.tracer import merged
 from .tree import Amount, Amounts, Pairs, Part
@@ -165,17 +165,10 @@ class Cost(ShownAsTables):
         if self.request is None:
             return None
         dense = self._tree(dense=True)
-        core, dense_core, total = core_of(self.tree), core_of(dense), self.total.flops
-
-        def saved(now: Amount, before: Amount) -> float:
-            return 1 - now / before if before else 0.0
-
-        return Saving(
-            saved(core.flops, dense_core.flops),
-            saved(total, dense.total.flops),
-            saved(core.executed_flops, dense_core.flops),
-            saved(core.executed_flops + total - core.flops, dense.total.flops),
-        )
+        core, total, rest = core_of(self.tree), self.total.flops, self.total.flops - core_of(self.tree).flops
+        now = core.flops, total, core.executed_flops, core.executed_flops + rest
+        before = (core_of(dense).flops, dense.total.flops) * 2
+        return Saving(*(1 - a / b if b else 0.0 for a, b in zip(now, before)))
 
     @property
     def bottleneck(self) -> Bottleneck | None:
@@ -320,18 +313,6 @@ class Cost(ShownAsTables):
 
     def __repr__(self) -> str:
         return f"<Cost of {self.name[:60]}: {self._summary()}>"
-
-
-def short(amount: Any) -> str:
-    """A number with three digits and a prefix.
-
-    >>> short(124_439_808), short(950)
-    ('124 M', '950')
-    """
-    for unit, name in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if amount >= unit:
-            return f"{amount / unit:.3g} {name}"
-    return f"{amount}"
 
 
 def core_of(tree: Part) -> Amounts:

@@ -110,10 +110,7 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
                 part[k] += amount
         ends[w.phase] = max(at_host, at_device)
     limits = ("compute", "memory", "launch")
-    timed = [
-        PartTime(path, p[0], limits[max(range(3), key=lambda k: p[1 + k])], p[4], p[5])
-        for path, p in parts.items()
-    ]
+    timed = [PartTime(k, p[0], limits[p[1:4].index(max(p[1:4]))], *p[4:]) for k, p in parts.items()]
     starts = [0.0, *ends.values()]
     phases = {phase: end - start for (phase, end), start in zip(ends.items(), starts)}
     return Estimate(roofline.machine, phases, device, host, tuple(sorted(timed, key=lambda p: -p.seconds)))

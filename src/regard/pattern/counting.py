@@ -101,7 +101,7 @@ def _pairs(r: Relation, n: int, m: int, start: int, step: int, budget: _Budget) 
         left = len(range(t, n, by)) if by else 0
         rest = replace(r, query_class=(1, 0))
         return _pairs(rest, left, m, start + step * t, step * by, budget) if left else 0
-    if r.key_class[0] > 1 and step == 1 and all(start % k == 0 for k in (r.divisor, *r.blocks)):
+    if r.key_class[0] > 1 and step == 1 and start % r.divisor == 0 and not (start and r.blocks):
         return _pairs(_by_keys(r, start), m, n, 0, 1, budget)  # over the keys of that class alone
     period = r.period
     differences = _differences(r, n, m, start, step)

@@ -602,6 +602,58 @@ def test_operations_that_differ_on_meta_tensors_have_the_peak_of_the_cpu(name):
     assert off(predicted, measured_step(model, given, optimizer)) < 0.01
 
 
+class Narrow(torch.nn.Module):
+    """A linear layer, an operation, a narrow linear layer: the gradient of the operation is at the peak."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 256), torch.nn.Linear(256, 8)
+        self.operation = operation
+
+    def forward(self, x):
+        out = self.operation(self.first(x))
+        return {"loss": self.last(out).relu().mean() if out.shape[-1:] == (256,) else out.sum()}
+
+
+nn = torch.nn
+HIDDEN = {  # what PyTorch allocates inside these, or inside their gradients, on the CPU
+    "prod": lambda x: x.prod(-1),
+    "prod, keepdim": lambda x: x * x.prod(dim=-1, keepdim=True),
+    "prod of a middle axis": lambda x: x.unflatten(0, (-1, 10)).prod(1),
+    "prod of all": lambda x: torch.prod(x),
+    "amax": lambda x: x - x.amax(-1, keepdim=True),
+    "amax and exp": lambda x: (x - x.amax(-1, keepdim=True)).exp(),
+    "amin": lambda x: x - x.amin(0, keepdim=True),
+    "a mask of bools": lambda x: x * (x > 0),
+    "GroupNorm": nn.GroupNorm(8, 256),
+    "GroupNorm of sequences": lambda x: nn.GroupNorm(8, 256)(x.unflatten(0, (-1, 10)).mT),
+    "BatchNorm1d": nn.BatchNorm1d(256),
+    "BatchNorm1d of sequences": lambda x: nn.BatchNorm1d(256)(x.unflatten(0, (-1, 10)).mT.contiguous()),
+    "BatchNorm2d, channels last": lambda x: nn.BatchNorm2d(256)(x.view(-1, 4, 5, 256).movedim(-1, 1)).movedim(
+        1, -1
+    ),
+    "InstanceNorm1d": nn.InstanceNorm1d(2000),
+    "InstanceNorm1d of sequences": lambda x: nn.InstanceNorm1d(256)(x.unflatten(0, (-1, 10)).mT),
+    "LayerNorm of a transposed table": lambda x: nn.LayerNorm(2000)(x.mT).mT,
+    "LayerNorm and sum": lambda x: nn.LayerNorm(256)(x).sum(),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_an_operation_allocates_inside_is_part_of_the_peak_of_the_cpu(name):
+    torch.manual_seed(0)
+    model, given = Narrow(HIDDEN[name]), {"x": torch.randn(2000, 64)}
+    predicted = cost(model, given, train=TrainingStep(optimizer="sgd")).memory.training_peak
+    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+    assert off(predicted, measured_step(model, given, optimizer)) < 0.01
+
+
+def test_products_are_noted_whose_gradient_needs_more_if_a_factor_is_0():
+    model, given = Narrow(HIDDEN["prod"]), {"x": torch.randn(3, 64)}
+    assert "factors of products (prod) are taken not to be 0" in str(cost(model, given, train=True).notes)
+    assert "prod" not in str(cost(lambda x: x.prod(-1), given["x"]).notes)
+
+
 def test_layers_whose_memory_is_not_known_are_noted():
     x = torch.zeros(2, 5, 16)
     encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)

@@ -430,16 +430,25 @@ def test_passes_are_chained_only_if_block_words_can_define_the_allowed_pairs():
     assert chained(LONGNET, 2048, False, layouts=(contiguous(1, 2, 2048, 128), fewer, fewer)) is None
 
 
-def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_keys():
+def forward_route(pattern, n, heads):
+    """The passes of the Hopper forward kernel, and the layouts of contiguous q, k and v."""
     from regard.engine.cuda.call import contiguous, default
     from regard.engine.cuda.schedule import device_passes
+
+    config = default(128, 128, torch.bfloat16).hopper_forward
+    return device_passes((pattern, 0, 1), (n, n), config, False, CPU), (contiguous(1, heads, n, 128),) * 3
+
+
+LONGFORMER = window(64) | rows(64) | every(64)
+
+
+# 4096: one tile of global rows, in 8 pieces of 8 blocks; 4160: two tiles, in 8 pieces of 8 blocks and one of 1 each
+@pytest.mark.parametrize("n", [4096, 4160])
+def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_keys(n):
     from regard.engine.cuda.work_split import mix
 
-    pattern, n, heads = window(64) | rows(64) | every(64), 4096, 2
-    route = device_passes(
-        (pattern, 0, 1), (n, n), default(128, 128, torch.bfloat16).hopper_forward, False, CPU
-    )
-    layouts = (contiguous(1, heads, n, 128),) * 3
+    pattern, heads = LONGFORMER, 2
+    route, layouts = forward_route(pattern, n, heads)
     pieces, flat, long, cut = mix(route, layouts, 1, 24, 0.1)
     assert long[0].shape[2] == heads * n and pieces.keep is None and flat.keep == ~rows(64)
     seen, parts = np.zeros((heads * n, heads * n), dtype=np.int8), np.zeros(heads * cut.slots, dtype=int)
@@ -462,13 +471,26 @@ def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_
         slot, head = divmod(int(slots[t]), heads)
         of, *_ = (x for x in cut.joins.numpy() if x[3] <= slot < x[3] + x[4])
         assert blocks[t, 10] == of[0] + head * n and blocks[t, 11] == of[1] == 64
+        assert blocks[t, 9] >> 8 & 255 == of[2]  # as many rows
     begin = cut.chunks.numpy()[:, 0]
     assert (np.diff(blocks[begin[:24], 0]) >= -640).all()  # programs begin in the order of rows
-    assert mix(route, layouts, 2, 24, 0.1) is None  # heads cannot be flattened
-    one = device_passes(
-        (causal() & window(64), 0, 1), (n, n), default(128, 128, torch.bfloat16).hopper_forward, False, CPU
-    )
-    assert mix(one, layouts, 1, 24, 0.1) is None
+    assert cut.joins[:, 4].sum() == cut.slots  # all pieces are added up
+    assert len(cut.chunks) > 24  # the dynamic share, for programs that finish early
+
+
+@pytest.mark.parametrize(
+    "pattern, n, step",
+    [
+        (LONGFORMER, 4096, 2),  # heads cannot be flattened
+        (causal() & window(64), 4096, 1),  # one pass
+        (window(64) | rows(32) | every(32), 4128, 1),  # the last block of keys is short: a piece needs a test
+        (LONGFORMER | window(300), 4096, 1),  # blocks of the other tiles have three progressions
+    ],
+)
+def test_global_rows_run_apart_where_one_launch_cannot_hold_them(pattern, n, step):
+    from regard.engine.cuda.work_split import mix
+
+    assert mix(*forward_route(pattern, n, 2), step, 24, 0.1) is None
 
 
 GRIDS = [

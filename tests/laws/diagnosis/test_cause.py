@@ -163,6 +163,10 @@ LIMITED = {
         lambda q, k, v: unscaled(q, k, v) if q.shape[-1] > 64 else attention(q, k, v),
         "where d_k > ",
     ),
+    "odd m": (
+        lambda q, k, v: attention(q, k, v, scale=2 * q.shape[-1] ** -0.5 if k.shape[-2] % 2 else None),
+        "where m is not a multiple of 2",
+    ),
     "bfloat16": (
         lambda q, k, v: unscaled(q, k, v) if q.dtype == torch.bfloat16 else attention(q, k, v),
         "in bfloat16",
@@ -184,6 +188,78 @@ def test_a_fault_at_some_sizes_dtypes_or_options_is_found_with_its_condition(lim
     verdict = check(faulty, ["L65"], FEW)
     assert verdict.exit_code == 1
     assert where in verdict.cause.where, verdict.cause
+
+
+def causal_up_to_64_ahead(q, k, v):
+    """Causal, except that a query attends to 64 keys ahead, which is every key of a short sequence."""
+    j = torch.arange(k.shape[-2])
+    return attention(q, k, v, j[None] <= torch.arange(q.shape[-2])[:, None] + 64)
+
+
+def shifted_and_aligned_with_the_first_key(q, k, v, mask=None, causal=False):
+    """mask: bool, True = may attend. causal: aligned with the last key (bottom-right) where n ≠ m."""
+    allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    allowed = allowed.tril(1) if causal else allowed
+    return attention(q, k, v, allowed if mask is None else mask & allowed)
+
+
+def first_key_twice(q, k, v):
+    weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+    return weights @ v + weights[..., :1] * v[..., :1, :]
+
+
+def first_key_twice_in_bfloat16(q, k, v):
+    if q.dtype != torch.bfloat16:
+        raise TypeError("q has to be in bfloat16")
+    return first_key_twice(q, k, v)
+
+
+EVERYWHERE = {  # a fault in all sizes, of which a variant explains a few at most
+    "a factor that depends on m": (
+        lambda q, k, v: attention(q, k, v, scale=math.log(1 + k.shape[-2]) * q.shape[-1] ** -0.5),
+        "outputs are wrong",
+    ),
+    "the first key twice": (first_key_twice, "outputs are wrong"),
+    "the first key twice, in bfloat16": (first_key_twice_in_bfloat16, "outputs are wrong"),
+    "an output that depends on m": (lambda q, k, v: k.shape[-2] * attention(q, k, v), "outputs are wrong"),
+    "a mask 64 keys ahead": (causal_up_to_64_ahead, "causal is ignored"),
+    "causal with two faults": (shifted_and_aligned_with_the_first_key, "causal is off by one"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "a mask 64 keys ahead" else LONG) for name in EVERYWHERE],
+)
+def test_a_fault_in_all_sizes_is_not_limited_to_the_few_that_a_variant_explains(name):
+    faulty, says = EVERYWHERE[name]
+    cause = check(faulty, ["L65"], FEW).cause
+    assert says in cause.name and not cause.where, cause.headline
+
+
+def test_calls_that_raise_are_limited_only_by_what_all_of_them_have_in_common():
+    def small(q, k, v):
+        if k.shape[-2] > 64 or q.shape[0] * q.shape[1] > 8:
+            raise RuntimeError("too large")
+        return attention(q, k, v)
+
+    cause = check(small, ["L65"], FEW).cause
+    assert cause.headline == "a call raised RuntimeError: too large"
+
+
+def test_a_query_without_a_key_is_no_evidence_of_a_second_fault():
+    def narrow(q, k, v, mask=None, window=None, bias=None):
+        """window: (before, after)."""
+        scores = q @ k.mT / math.sqrt(q.shape[-1]) + (0.0 if bias is None else bias)
+        n, m = scores.shape[-2:]
+        distance = torch.arange(n)[:, None] + m - n - torch.arange(m)
+        if window is not None:
+            inside = (distance < window[0]) & (-distance < window[1])
+            mask = inside if mask is None else mask & inside
+        scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+        return scores.softmax(-1).nan_to_num(0.0) @ v
+
+    assert check(narrow, ["L65"], FEW).cause.headline == "the window is one key too narrow on both sides"
 
 
 def test_a_cached_answer_and_a_modified_input_are_causes():
@@ -248,6 +324,14 @@ def test_the_condition_is_the_simplest_that_separates():
         == "where m > 500 (seen at 600)"
     )
     assert condition([base | {"dtype": "float16"}], [base]) == "in float16"
+    assert condition([base], [base | {"h": 4}]) == "without grouped heads"
+    assert (
+        condition([base | {"h": 4, "h_kv": 4}], [base | {"h": 8, "h_kv": 8}])
+        == "where the number of heads ≤ 4"
+    )
+    low = [base | {"dtype": "float16", "m": m} for m in (5, 600)]
+    assert condition(low[:1], low[1:]) == "where n = m"
+    assert "≤" not in condition([low[0] | {"n": 4}], [low[1] | {"n": 4}])  # 600 keys may hide it
     assert condition([base], []) == ""
 
 

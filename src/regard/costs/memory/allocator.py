@@ -18,18 +18,6 @@ ROUND = 512
 SEGMENT_ROUND = 2 << 20
 
 
-def readable(size: int | float) -> str:
-    """Bytes in the largest unit of which there is at least one.
-
-    >>> readable(3 << 29), readable(1536), readable(10)
-    ('1.50 GiB', '1.50 KiB', '10 bytes')
-    """
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size:,} bytes"
-
-
 class Caching:
     """PyTorch's caching allocator for CUDA, on one stream. A block is known by its address."""
 

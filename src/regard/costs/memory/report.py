@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from ... import spec
 from ...errors import ShapeError, SpecError
+from ...machine import readable
 from ...nested import tensors_in
 from ..sizes import Request, Scope, Symbols
 from ..trace.tracer import merged
-from .allocator import Usage, readable
+from .allocator import Usage
 from .runs import TABLES, Run, Setting, generates, run
 
 # In the order of the pictures: what is alive longest is at the bottom.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...compat import run_backward
 from ...errors import RegardError, ShapeError, SpecError
 from ...generation.steps import StackSteps
+from ...machine import readable
 from ...nested import map_leaves
 from ...nn.embedding import LanguageHead
 from ...nn.stack import EncoderDecoder, Stack
@@ -26,7 +27,7 @@ from ...pattern import causal
 from ...spec.base import require_known, require_positive
 from ..trace.attention import H200, Gpu
 from ..trace.tracer import DataDependent, Trace, tracing
-from .allocator import Caching, Events, Usage, readable, replay, rounded, summed
+from .allocator import Caching, Events, Usage, replay, rounded, summed
 from .step import Optimizer, TrainingStep, autocast_region, loss_of, prepare
 
 STRATEGIES = ("fsdp", "ddp")

@@ -22,9 +22,10 @@ CREATORS = """
 CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
 UNKNOWN_WORKSPACE = [getattr(torch, name) for name in f"{CONVOLUTIONS} lstm gru rnn_tanh rnn_relu".split()]
 WORKSPACE = "what oneDNN or cuDNN allocate inside a convolution or a recurrent layer is not counted"
+NONZERO = "the factors of products (prod) are taken not to be 0: otherwise their gradients need more memory"
 # The index of the simulated device. No machine has so many, so no cache takes it for a real device.
 INDEX = 111
-CONSTRUCTORS = [getattr(torch, name) for name in CREATORS.split()]
+MAKERS = [getattr(torch, name) for name in CREATORS.split()]
 # The functions that read these attributes of a tensor, as a TorchFunctionMode receives them.
 ATTRIBUTES = ("device", "is_cuda", "is_cpu", "is_meta")
 DEVICE, IS_CUDA, IS_CPU, IS_META = (getattr(Tensor, name).__get__ for name in ATTRIBUTES)
@@ -58,9 +59,10 @@ class OnDevice(TorchFunctionMode):
             **dict.fromkeys((torch.isfinite, Tensor.isfinite), self._is_finite),
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
-            **{create: partial(self._created, create) for create in CONSTRUCTORS},
+            **{f: lambda *a, f=f, device=None, **k: f(*a, **k, device=self._where(device)) for f in MAKERS},
             **{function: partial(self._with_note, function) for function in UNKNOWN_WORKSPACE},
             F.mish: F.silu,  # as many tensors; its gradient is one kernel on meta tensors too
+            **dict.fromkeys((torch.prod, Tensor.prod), self._product),
             **({torch.dropout: dropout, torch.rms_norm: rms_norm} if on_gpu else {}),
             **replaced,
         }
@@ -79,12 +81,13 @@ class OnDevice(TorchFunctionMode):
         device = torch.device("cpu" if device is None else device)
         return torch.device("meta") if device.type == self.device.type else device
 
-    def _created(self, constructor: Callable, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        return constructor(*args, **kwargs, device=self._where(device))
-
     def _with_note(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         self.trace.notes[WORKSPACE] = None
         return function(*args, **kwargs)
+
+    def _product(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.trace.notes |= {NONZERO: None} if x.requires_grad and torch.is_grad_enabled() else {}
+        return Product.apply(x, args, kwargs)
 
     def _tensor(self, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor):
@@ -153,6 +156,26 @@ def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps
     if has_autocast_kernel("aten::rms_norm", "CUDA") and torch.is_autocast_enabled("cuda"):
         x, weight = x.float(), None if weight is None else weight.float()
     return FusedRmsNorm.apply(x, weight, len(normalized_shape))
+
+
+class Product(torch.autograd.Function):
+    """x.prod(axis): if no factor is 0, which PyTorch finds out of real tensors only, the gradient is a quotient."""
+
+    @staticmethod
+    def forward(ctx, x, args, kwargs):
+        out = x.prod(*args, **kwargs)
+        ctx.axes = [a for a in (*args[:1], kwargs.get("dim")) if type(a) is int]
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, out = ctx.saved_tensors
+        if ctx.axes:  # the zeros of each slice are counted; both tensors stay to the end
+            zeros = x == 0
+            counts = zeros.sum(ctx.axes[0], keepdim=True)
+            grad, out = grad.reshape(counts.shape), out.reshape(counts.shape)
+        return grad * (out / x), None, None
 
 
 class FusedRmsNorm(torch.autograd.Function):

@@ -6,6 +6,7 @@ nothing. FLOPs are those of matrix products; operations are named that may conta
 
 import re
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ NATIVE = bool(_capabilities().get("avx512_bf16"))  # whether the CPU multiplies 
 
 def workspace(name: str, args: tuple, outs: list[Tensor], device: str) -> int | Need:
     """The workspace of this operation, in bytes or as a formula."""
-    needs = (CUDA if device == "cuda" else CPU).get(name)
+    needs = (CUDA if device == "cuda" else CPU).get(name.removesuffix("_"))
     return 0 if needs is None else needs(args, outs)
 
 
@@ -106,6 +107,21 @@ def _low_product(args: tuple, outs: list[Tensor]) -> int:
     return 4 * rows * min(outs[0].shape[-1], 64) + 128 * depth + 1024 + copied
 
 
+def _cast(args: tuple, outs: list[Tensor]) -> int:
+    """The CPU copies arguments of another dtype to the one in which it computes; bools are summed as int64."""
+    tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
+    common = reduce(torch.promote_types, (x.dtype for x in (*tensors, outs[0])))
+    return sum(x.numel() * common.itemsize for x in tensors if x.dtype != common)
+
+
+def _batch_norm_backward(args: tuple, outs: list[Tensor]) -> int:
+    """A copy of the input if it and the gradient are contiguous in the same way, else one number per channel."""
+    grad, x = args[:2]
+    dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+    return x.nbytes if dense and grad.stride() == x.stride() else 4 * x.shape[1]
+
+
+CAST = "add sub mul div pow maximum minimum eq ne lt le gt ge sum cumsum prod"
 LOSSES = ("mse_loss", "smooth_l1_loss")  # the loss of every entry, before their mean or sum
 CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
@@ -113,11 +129,17 @@ CUDA: dict[str, Needs] = {
     "_softmax_backward_data": lambda args, outs: args[0].nbytes,
     "sum": _sum,
     "embedding_dense_backward": lambda args, outs: Need(sort_needs, (args[1].numel(), *outs[0].shape)),
-    "sparse_attention_backward": _sparse_backward,
+    "sparse_attention_backward": lambda _, s, *o: 2 * _sparse_flops(s[0], s[1], s[2], s[5:], *o[:3]),
 }
 CPU: dict[str, Needs] = {
     **dict.fromkeys(LOSSES, lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes),
     "_safe_softmax": _safe_softmax,
+    **dict.fromkeys(CAST.split(), _cast),
+    "native_batch_norm": lambda args, outs: 8 * args[0].shape[1] if args[0].is_contiguous() else 0,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "native_group_norm_backward": lambda args, outs: 8 * args[5] * args[6],  # two numbers per row and channel
+    "native_layer_norm": lambda args, outs: 0 if args[0].is_contiguous() else args[0].nbytes,  # a copy
+    "native_layer_norm_backward": lambda args, outs: sum(x.nbytes for x in args[:2] if not x.is_contiguous()),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _low_product),
 }
 
@@ -151,9 +173,7 @@ def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, sizes
 # The backward pass: two products for each of the forward pass; scores that are computed again are not counted.
 OWN: dict[str, Callable[..., int]] = {
     "sparse_attention": _sparse_flops,
-    "sparse_attention_backward": lambda _, s, *o: (
-        2 * _sparse_flops(s[0], s[1], s[2], s[5:], o[0], o[1], o[2])
-    ),
+    "sparse_attention_backward": lambda _, s, *o: 2 * _sparse_flops(s[0], s[1], s[2], s[5:], *o[:3]),
     "fused_qkv": _fused_qkv,
     "fused_qkv_backward": lambda grad, *args: 2 * _fused_qkv(*args),
 }

@@ -37,6 +37,7 @@ FEW_KEYS = 16  # a 16-bit sum over so few keys loses little precision
 MAX_PAIRS = 3  # partial matches that are combined with every other variant
 MAX_SIZE = 4_000_000  # multiplications of a sample on which the variants are compared
 MAX_COMPARED = 24  # wrong and right samples on which a variant is compared
+MIN_SHARE = 8  # a variant that explains less than 1/8 of the wrong samples fits those by chance
 
 
 class Observations:
@@ -134,15 +135,17 @@ def find_cause(harness: Harness) -> Cause | None:
         if cause is not None:
             return cause
         partial = [v for v, *_ in ranked[:MAX_PAIRS]] or [v for v in CORE if relevant(v, compared[0][0])]
-        best = _pair(partial, compared, _spread(seen.right, MAX_COMPARED)) or best
+        right = _spread(seen.right, MAX_COMPARED)
+        best = _pair(partial, compared, right, len(best[2]) if best else len(right)) or best
     if best is None:
         return _unexplained(seen)
     variant, matched, contradicted = best
     where = ""
-    if contradicted or len(matched) < len(compared):
-        rest = [s.facets for s, *_ in compared if s.name not in matched]
-        same = [s.facets for s in contradicted]
-        where = condition([s.facets for s, _, _ in seen.wrong if s.name in matched], same + rest)
+    if contradicted:  # right calls that the fault would change; "only" has to be true of all wrong calls
+        unlike = [
+            s for s, got in _light(seen.right) if relevant(variant, s) and not _matches(variant, s, got)
+        ]
+        where = condition([s.facets for s, *_ in seen.wrong], [s.facets for s in unlike])
     sample, got, want = next(w for w in seen.wrong if w[0].name in matched)
     return Cause(
         variant.name,
@@ -186,6 +189,11 @@ def _ranked(seen: Observations) -> list[tuple[Variant, set[str], list[Sample]]]:
         if not any(_matches(variant, sample, got) for sample, got in tried):
             continue
         matched = {s.name for s, got, *_ in wrong if _matches(variant, s, got)}
+        share = (
+            2 if order >= len(VARIANTS) else MIN_SHARE
+        )  # a fitted number explains the call it was fitted to
+        if share * len(matched) < sum(relevant(variant, s) for s, *_ in wrong):
+            continue
         contradicted = [s for s, got in right if relevant(variant, s) and not _matches(variant, s, got)]
         alone = "combine" not in variant.changes  # a fault of one mask rather than of combining two
         scored.append((len(matched), -len(contradicted), alone, -order, variant, matched, contradicted))
@@ -299,12 +307,18 @@ def relevant(variant: Variant, sample: Sample) -> bool:
     return False
 
 
+def _size(result: Any) -> int:
+    q, k = result[0].call.q, result[0].call.k
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
+
+
+def _light(results: list) -> list:
+    """The samples on which comparing a variant is cheap."""
+    return [r for r in results if _size(r) < MAX_SIZE]
+
+
 def _spread(results: list, count: int) -> list:
     """`count` of the samples: the smallest of each kind first, so that comparing the variants is cheap."""
-
-    def size(result: Any) -> int:
-        q, k = result[0].call.q, result[0].call.k
-        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
 
     def kind(result: Any) -> tuple:
         f = result[0].facets
@@ -315,12 +329,11 @@ def _spread(results: list, count: int) -> list:
         )
         return f["options"], f["grad"], f["h"] != f["h_kv"], f["dtype"], wide, f["n"] < f["m"]
 
-    light = [r for r in results if size(r) < MAX_SIZE]
-    small = sorted(light or results, key=size)
+    small = sorted(_light(results) or results, key=_size)
     kinds: dict = {}
     for result in small:
         kinds.setdefault(kind(result), result)
-    chosen = sorted(kinds.values(), key=size)[:count]
+    chosen = sorted(kinds.values(), key=_size)[:count]
     for result in small:
         if len(chosen) >= count:
             break
@@ -329,11 +342,13 @@ def _spread(results: list, count: int) -> list:
     return chosen
 
 
-def _pair(variants: list[Variant], wrong: list, right: list) -> tuple[Variant, set[str], list[Sample]] | None:
-    """Two faults at once, if together they explain every wrong sample."""
+def _pair(
+    variants: list[Variant], wrong: list, right: list, max_contradicted: int
+) -> tuple[Variant, set[str], list[Sample]] | None:
+    """Two faults at once, if together they explain every wrong sample and contradict no more right ones than one."""
     until = time.process_time() + PAIR_SECONDS
     for one in variants:
-        left = [(s, got) for s, got, *_ in wrong if not _matches(one, s, got)]
+        left = [(s, got) for s, got, *_ in wrong if not _matches(one, s, got) and _defined(one, s)]
         if not left:
             continue
         for two in CORE if len(variants) > MAX_PAIRS else VARIANTS:
@@ -345,6 +360,8 @@ def _pair(variants: list[Variant], wrong: list, right: list) -> tuple[Variant, s
             if not _matches(both, *left[0]) or not all(_matches(both, s, got) for s, got, *_ in wrong):
                 continue
             contradicted = [s for s, got in right if not _matches(both, s, got)]
+            if len(contradicted) > max_contradicted:
+                continue
             scale_only = set(one.changes) <= {"factor"}
             first, second = (two, one) if scale_only else (one, two)  # the more serious fault first
             joined = Variant(
@@ -357,9 +374,20 @@ def _pair(variants: list[Variant], wrong: list, right: list) -> tuple[Variant, s
     return None
 
 
+def _defined(variant: Variant, sample: Sample) -> bool:
+    """Whether a variant leaves a key to every query: what its author returns for a query without one is not known."""
+    try:
+        return not any(bool(x.isnan().any()) for x in expected(variant.formula(), sample))
+    except UNDEFINED:
+        return True
+
+
 def _unexplained(seen: Observations) -> Cause:
     sample, got, want = seen.wrong[0]
-    where = condition([s.facets for s, _, _ in seen.wrong], [s.facets for s, _ in seen.right])
+    several = [
+        s.facets for s, _ in seen.right if s.facets["m"] > 1
+    ]  # one key has weight 1, whatever its score
+    where = condition([s.facets for s, _, _ in seen.wrong], several)
     bad = [g for g in got if not bool(torch.isfinite(g).all())]
     name = "outputs are NaN or infinite" if bad else "outputs are wrong"
     if not bad and _only_rounded(seen):
@@ -419,11 +447,9 @@ def _in_steps(harness: Harness, sample: Sample, size: float) -> bool:
 
 def _from_error(seen: Observations) -> Cause | None:
     """A cause for a call that raises or returns a wrong shape or dtype, although the signature has its options."""
-    for sample, error in seen.errors:
-        facets = sample.facets
-        if refused(sample, error):
-            continue
-        where = condition([facets], [s.facets for s, _ in seen.right])
+    faults = [(s, error) for s, error in seen.errors if not refused(s, error)]
+    for sample, error in faults[:1]:
+        where = condition([s.facets for s, _ in faults], [s.facets for s, _ in seen.right])
         return Cause(
             f"a call {error}", "raises or returns a wrong shape", "support the call, or declare it as lacking",
             f"{error}, in {sample.name} ({sample.describe()})", where, 0, len(seen.errors), exact=False,

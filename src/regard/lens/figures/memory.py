@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ...costs.memory.report import KINDS, OUTSIDE, Alive, Peak, readable
+from ...costs.memory.report import KINDS, OUTSIDE, Alive, Peak
 from ...costs.time import Estimate
-from ...machine import Roofline
+from ...machine import Roofline, readable
 from . import style
 
 MAX_RECTANGLES = 14  # of one kind; smaller modules are one rectangle

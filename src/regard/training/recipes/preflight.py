@@ -17,7 +17,7 @@ from ...costs.result import Cost
 from ...costs.time import estimate
 from ...errors import FormatError, RegardError, SpecError
 from ...laws import Budget, check
-from ...machine import Roofline, load_roofline, measure
+from ...machine import Roofline, load_roofline, measure, readable
 from ..data.batches import by_tokens
 from ..data.datasets import ContinuousText, SentencePairs
 from ..loop import meter
@@ -101,9 +101,7 @@ class Preflight:
             f"  compute      {self.flops / 1e6:,.2f} MFLOP per predicted token, both passes",
         ]
         if self.memory is not None:
-            lines.append(
-                f"  memory       {format_bytes(self.memory)} at the peak of an update, {self._room()}"
-            )
+            lines.append(f"  memory       {readable(self.memory)} at the peak of an update, {self._room()}")
         lines += [
             f"  time         {format_duration(self.seconds)} for {self.updates:,} updates, "
             f"{self.tokens_per_second:,.0f} tokens/s; estimated {self.method}",
@@ -115,8 +113,8 @@ class Preflight:
         if self.free is None or self.memory is None:
             return "free memory unknown"
         if self.memory <= self.free:
-            return f"{format_bytes(self.free)} are free: it fits"
-        return f"{format_bytes(self.free)} are free: it does not fit; {what_fits(self.fits)}"
+            return f"{readable(self.free)} are free: it fits"
+        return f"{readable(self.free)} are free: it does not fit; {what_fits(self.fits)}"
 
 
 def _sides(b: MeanBatch) -> str:
@@ -183,7 +181,7 @@ def require_memory(recipe: Recipe, device: torch.device) -> None:
     if free is not None and needed > free:
         raise SpecError(
             f"the model of {recipe.name} has {parameters:,} parameters: its weights, gradients and optimizer state "
-            f"need {format_bytes(needed)}, and {format_bytes(free)} are free on {device}; make it smaller, with "
+            f"need {readable(needed)}, and {readable(free)} are free on {device}; make it smaller, with "
             "fewer layers or a smaller d_model"
         )
 
@@ -311,17 +309,6 @@ def stored(folder: Path) -> Preflight | None:
         return Preflight.from_json(files.read_checked(folder, FILE))
     except (json.JSONDecodeError, TypeError, KeyError, RecursionError) as e:
         raise FormatError(f"{path} is damaged: {e}; delete it, and `regard train` writes it again") from e
-
-
-def format_bytes(size: int | float) -> str:
-    """
-    >>> format_bytes(1_500_000_000), format_bytes(2048), format_bytes(12)
-    ('1.40 GiB', '2.00 KiB', '12 B')
-    """
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size} B"
 
 
 def format_duration(seconds: int | float) -> str:

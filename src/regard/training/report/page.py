@@ -15,13 +15,14 @@ from torch import nn
 from ... import files
 from ...errors import FormatError
 from ...lens.html_report import fill
+from ...machine import readable
 from ...nn.serialization import load
 from ..data.tokens import Tokens
 from ..lessons.lesson import Check, format_value
 from ..loop import log
 from ..recipes import Recipe, evaluation, preflight
 from ..recipes.evaluation import Evaluation
-from ..recipes.preflight import LawResult, Preflight, format_bytes, format_duration
+from ..recipes.preflight import LawResult, Preflight, format_duration
 from ..recipes.run import MODEL, RECIPE, TOKENS, read_recipe
 from . import head_statistics
 from .charts import Line, chart
@@ -296,7 +297,7 @@ def costs(checks: Preflight | None, model: nn.Module, events: list[dict[str, Any
         ("parameters", f"{checks.parameters:,}", f"{sum(p.numel() for p in model.parameters()):,}"),
         ("FLOPs per predicted token, both passes", _flops(checks.flops), ""),
         ("FLOPs of a mean batch", _flops(per_batch), ""),
-        ("peak memory", "–" if memory is None else format_bytes(memory), format_bytes(used) if used else "–"),
+        ("peak memory", "–" if memory is None else readable(memory), readable(used) if used else "–"),
         ("tokens/s", f"{checks.tokens_per_second:,.0f}", f"{_mean(train, 'tokens_per_second'):,.0f}"),
         ("updates", f"{checks.updates:,}", f"{train[-1]['step']:,}"),
         ("time", format_duration(checks.seconds), format_duration(train[-1]["seconds"])),
@@ -318,7 +319,7 @@ def _memory_note(checks: Preflight, used: int) -> str:
         return ""
     if checks.machine.get("device", "cpu").lower().startswith(("nvidia", "cuda")):
         return "Both amounts of memory are those of PyTorch's allocator. "
-    more = format_bytes(max(used - checks.memory, 0))
+    more = readable(max(used - checks.memory, 0))
     return (
         "The estimate counts the tensors of an update (weights, gradients, optimizer state, activations); on a CPU "
         f"the measured memory is that of the whole process: {more} more for Python, libraries, data and its "
@@ -349,7 +350,7 @@ def machine(checks: Preflight | None) -> str:
     if checks is None:
         return ""
     memory = checks.machine["memory"]
-    described = checks.machine | {"memory": format_bytes(memory) if memory else "–"}
+    described = checks.machine | {"memory": readable(memory) if memory else "–"}
     rows = [(name, str(value)) for name, value in described.items()]
     return f"<h2>Machine</h2>{table(('', ''), rows)}"
 
