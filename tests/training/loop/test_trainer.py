@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -266,6 +267,20 @@ def test_another_models_checkpoint_is_refused(whole):
         rg.FormatError, match=r"has shape \(13, 16\) in the checkpoint and \(17, 16\) in the model$"
     ):
         trainer(whole.folder, vocab=17).resume()
+
+
+@pytest.mark.parametrize("rows", [59, 60, 61])
+def test_a_run_does_not_go_on_with_other_rows(whole, tmp_path, rows):
+    """Its epochs would be others, and its position in them may be past their end."""
+    shutil.copytree(whole.folder, tmp_path / "copy")
+    other = trainer(tmp_path / "copy")
+    other.train = pairs(rows, seed=5)
+    with pytest.raises(rg.FormatError) as refused:
+        other.resume()
+    assert str(refused.value) == (
+        f"the training rows are not those that the run in {tmp_path / 'copy'} began with: its data has changed; "
+        "restore it, or use another folder"
+    )
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Recipes, runs and the commands, end to end on sixty sentences."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -65,6 +66,19 @@ def test_a_run_goes_on_in_its_folder_and_no_other_recipe_may(run):
         match=rf"another recipe \(translate\): its model\.encoder\..*d_model is {before}, not 32; use",
     ):
         Run(other, run.folder, "cpu")
+
+
+@pytest.mark.parametrize("part", ["valid", "test"])
+def test_rows_that_fit_no_batch_are_named_before_training(run, tmp_path, part):
+    (tmp_path / "long.tsv").write_text("cat " * 20 + "\tgato\n")
+    data = replace(run.recipe.data, **{part: str(tmp_path / "long.tsv")})
+    made = replace(run.recipe, data=data, settings=replace(run.recipe.settings, tokens=20))
+    with pytest.raises(rg.SpecError) as refused:
+        Run(made, tmp_path / "out", "cpu")
+    assert re.fullmatch(
+        rf"the longest row of {part} has \d\d tokens and a batch tokens=20; raise tokens, or shorten it",
+        str(refused.value),
+    )
 
 
 def test_a_damaged_file_of_a_run_is_named(run, tmp_path):
