@@ -123,7 +123,7 @@ def fingerprint(rows: Any) -> str:
 
     def add(part: Any) -> None:
         if isinstance(part, Tensor):
-            digest.update(memoryview(part.contiguous().numpy()))
+            digest.update(part.contiguous().numpy().data)
         elif is_dataclass(part):
             for field in fields(part):
                 add(getattr(part, field.name))
