@@ -576,6 +576,9 @@ def test_a_line_cut_by_a_kill_is_mended_and_nan_is_a_word(tmp_path):
 
 REFUSED = {
     "steps=0: it needs to be at least 1": lambda: replace(SETTINGS, steps=0),
+    "seed=99999999999999: it needs to be between -2^32 and 2^32": lambda: replace(
+        SETTINGS, seed=99999999999999
+    ),
     "minutes=-1: it needs to be more than 0": lambda: replace(SETTINGS, minutes=-1),
     "autocast='half'; use 'bfloat16', 'float16' or None": lambda: replace(SETTINGS, autocast="half"),
     "betas=(0.9, 1.0): both need to be in [0, 1)": lambda: AdamW(betas=(0.9, 1.0)),

@@ -114,6 +114,8 @@ def test_sources_say_what_they_lack(tmp_path):
         rg.SpecError, match=r"^valid='a.tsv' needs train= \(on the command line --data\) as well$"
     ):
         SentencePairs(valid="a.tsv")
+    with pytest.raises(rg.SpecError, match=r"^context=1: it needs to be at least 2$"):
+        ContinuousText(context=1)
     (tmp_path / "a.txt").write_text("too short\n")
     with pytest.raises(rg.FormatError, match=r"tokens are too few for windows of 64; give a longer text$"):
         ContinuousText(file=str(tmp_path / "a.txt")).load(tmp_path)

@@ -67,6 +67,8 @@ class Settings:
         for name in ("steps", "tokens", "accumulate", "save_every", "keep", "log_every", "valid_every"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name}={getattr(self, name)}: it needs to be at least 1")
+        if abs(self.seed) > 2**32:
+            raise SpecError(f"seed={self.seed}: it needs to be between -2^32 and 2^32")
         if self.minutes is not None and not self.minutes > 0:
             raise SpecError(f"minutes={self.minutes}: it needs to be more than 0")
         if self.autocast not in (None, "bfloat16", "float16"):
