@@ -27,6 +27,13 @@ def gpt(position=None, layers=2, vocab=VOCAB, inside=None, **given):
     return spread(model)
 
 
+def looking_ahead(pattern):
+    block = rg.Block(rg.Attention(12, heads=3, pattern=pattern), rg.FeedForward(16))
+    return spread(
+        rg.Encoder(block, 1, embedding=rg.Embedding(VOCAB, 12), head=rg.LanguageHead(tied=False)).build()
+    )
+
+
 def translator(vocab=VOCAB):
     torch.manual_seed(1)
     attention, mlp = rg.Attention(12, heads=3), rg.FeedForward(16)
@@ -267,6 +274,28 @@ REFUSED = {
     "Linear gives no logits for a next token; a model with rg.LanguageHead() is needed": lambda: generate(
         torch.nn.Linear(2, 2), [[1]]
     ),
+    "after a prompt of 2 tokens, full() attends to tokens that are not generated yet; declare rg.causal() & full()": (
+        lambda: generate(looking_ahead(rg.full()), [[1, 2]])
+    ),
+    "after a prompt of 3 tokens, causal() | prefix(4) attends to tokens that are not generated yet; declare "
+    "rg.causal() & (causal() | prefix(4))": lambda: generate(
+        looking_ahead(rg.causal() | rg.prefix(4)), [[1, 2, 3]]
+    ),
+    "strategy='beam' is not a strategy; use rg.greedy(), rg.sample(0.8) or rg.beam(4)": lambda: generate(
+        gpt(), [[1]], "beam"
+    ),
+    "strategy=<class 'regard.generation.strategies.beam'> is not a strategy; use rg.greedy(), rg.sample(0.8) or "
+    "rg.beam(4)": lambda: generate(gpt(), [[1]], beam),
+    "max_new_tokens=2.5: a whole number is needed, or one per prompt": lambda: generate(
+        gpt(), [[1]], max_new_tokens=2.5
+    ),
+    "prompt is one row; put it into a list, [[5, 6]]": lambda: generate(gpt(), [5, 6]),
+    "prompt has shape (2,); (b, n) is needed, one row of ids per prompt": lambda: generate(
+        gpt(), torch.tensor([5, 6])
+    ),
+    "prompt='Hello': token ids are needed, such as tokens.encode(['Hello'])": lambda: generate(
+        gpt(), "Hello"
+    ),
     "padding has shape (1, 2) and prompt (1, 1); they have to be equal": lambda: generate(
         gpt(), torch.ones(1, 1, dtype=torch.long), padding=torch.zeros(1, 2, dtype=torch.bool)
     ),
@@ -283,6 +312,13 @@ def test_what_cannot_be_generated_is_refused(message):
     with pytest.raises(rg.RegardError) as refused:
         REFUSED[message]()
     assert str(refused.value) == message
+
+
+def test_a_prompt_that_covers_the_prefix_may_be_read_in_both_directions():
+    """Each row's logits are those of the full pass, which a cache gives if no later token changes earlier ones."""
+    model, prompt = looking_ahead(rg.causal() | rg.prefix(4)), [1, 2, 3, 4, 5]
+    expected = greedily(model, prompt, 6, eos_id=None)
+    assert generate(model, [prompt], max_new_tokens=6).rows()[0] == expected
 
 
 @pytest.mark.parametrize("strategy", [greedy(), beam(3), sample(1.3, seed=4)], ids=repr)

@@ -43,7 +43,8 @@ def test_a_sentence_a_file_and_stdin_say_the_same(run, tmp_path):
     (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     from_file = regard("--model", run, "--file", tmp_path / "in.txt").stdout
     from_stdin = regard("--model", run, given="\r\n".join(TEXTS)).stdout
-    assert from_file == from_stdin == "\n".join(said) + "\n"
+    marked = regard("--model", run, given=("\ufeff" + "\n".join(TEXTS)).encode()).stdout
+    assert from_file == from_stdin == marked == "\n".join(said) + "\n"
     assert regard(TEXTS[0], "--model", run).stdout == said[0] + "\n"
     assert regard(TEXTS[1], TEXTS[0], "--model", run).stdout == f"{said[1]}\n{said[0]}\n"
     as_json = regard("--model", run, "--json", given="\n".join(TEXTS)).stdout.splitlines()
@@ -91,6 +92,26 @@ def test_what_cannot_be_translated_is_refused(message, run):
     with pytest.raises(rg.RegardError) as refused:
         regard("--model", run, *REFUSED[message])
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "texts, message",
+    [
+        (None, "texts=None: a text is needed, or a list of texts"),
+        (b"hello", "texts=b'hello': a text is needed, or a list of texts"),
+        (["a", 3], "text 1 is 3, of type int, not a str"),
+        ("a \ud800", "text 0 has '\\ud800' as character 2, which is not Unicode; read it as UTF-8"),
+    ],
+)
+def test_what_is_no_text_is_refused(texts, message, run):
+    with pytest.raises(rg.RegardError) as refused:
+        rg.translate(texts, model=run)
+    assert str(refused.value) == message
+
+
+def test_a_text_that_is_cut_is_warned_about(run):
+    with pytest.warns(UserWarning, match=r"^text 1 has 151 tokens; the first 120 are translated: zzzz"):
+        rg.translate(["a dog", "z" * 150], model=run)
 
 
 def test_bytes_that_are_no_text_and_a_folder_without_a_run_are_refused(run, tmp_path):

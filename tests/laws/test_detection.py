@@ -379,6 +379,86 @@ def test_positions_that_are_switched_off_are_not_claimed():
     assert adapt(Pooling(nn.Parameter(torch.randn(5, 12)))).declares("positions")
 
 
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 2
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def attend(self, x, **options):
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2))
+
+
+class Denied(Plain):
+    """Self-attention without positional encodings."""
+
+    def forward(self, x):
+        return self.attend(x)
+
+
+class Commented(Plain):
+    def forward(self, x):
+        # positions are added by the embedding
+        return self.attend(x)
+
+
+class Optional(Plain):
+    def __init__(self, rope=False):
+        super().__init__()
+        if rope:
+            self.rotary = nn.Identity()
+
+    def forward(self, x):
+        return self.attend(x)
+
+
+@pytest.mark.parametrize("kind", [Denied, Commented, Optional])
+def test_words_about_positions_that_it_does_not_have_claim_none(kind):
+    verdict = check(kind(), ["L19", "L21"], FEW)
+    assert verdict.ok and verdict["L19"].status == "holds", verdict.explanation()
+    assert verdict["L21"].status == "not applicable"
+
+
+class NoTurn(Plain):
+    """Self-attention with rotary positions."""
+
+    def rotate(self, x):
+        return x
+
+    def forward(self, x):
+        return self.attend(self.rotate(x))
+
+
+def test_positions_that_are_stated_and_have_no_effect_are_a_broken_law():
+    assert check(NoTurn(), ["L21"], FEW)["L21"].status == "broken"
+
+
+class Triangle(Plain):
+    def __init__(self, diagonal=0):
+        super().__init__()
+        self.diagonal = diagonal
+
+    def forward(self, x):
+        n = x.shape[1]
+        return self.attend(x, attn_mask=torch.ones(n, n).tril(self.diagonal).bool())
+
+
+class Flag(Plain):
+    def forward(self, x):
+        return self.attend(x, is_causal=True)
+
+
+def test_a_module_whose_code_has_a_causal_mask_is_causal():
+    for module in (Triangle(), Flag()):
+        verdict = check(module, ["L19", "L29"], FEW)
+        assert verdict.ok and verdict["L29"].status == "holds", verdict.explanation()
+        assert "always causal: its code has a causal mask, and no output depends on a later input" in str(
+            verdict
+        )
+    assert not check(Triangle(diagonal=1), ["L19", "L29"], FEW).ok
+
+
 def test_arguments_in_the_order_of_keras_are_read_by_their_names():
     def attention(query, value, key):
         return textbook(query, key, value)

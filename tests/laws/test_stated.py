@@ -300,3 +300,41 @@ def test_a_mask_that_may_be_integers_is_given_as_both():
 )
 def test_whether_a_mask_may_be_integers_is_read(text, integers):
     assert says_integers("mask", text) == integers
+
+
+def bidirectional_alibi(q, k, v):
+    """Attention with ALiBi: a bias of -slope * |i - j|; n == m."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    near = -alibi_slopes(q.shape[1]).to(q)[:, None, None] * (i[:, None] - i).abs()
+    return (q @ k.mT / q.shape[-1] ** 0.5 + near).softmax(-1) @ v
+
+
+def bidirectional_rotary(q, k, v):
+    """Bidirectional attention with rotary positions, in halves; n == m."""
+    q, k = (rotate(x, torch.arange(x.shape[-2]), pairing="halves") for x in (q, k))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("attend", [bidirectional_alibi, bidirectional_rotary])
+def test_laws_of_plain_calls_do_not_apply_where_every_call_has_positions(attend):
+    """These compare with a formula without positions, or permute the keys."""
+    verdict = check(attend, budget=FEW)
+    assert verdict.ok, verdict.explanation()
+    assert verdict["L65"].status == "holds"
+    assert verdict["L19"].message == "the law needs calls without positions; this always adds positions"
+
+
+def with_default_window(wide=0):
+    def sliding(q, k, v, window=4):
+        """Causal window: query i attends to the keys with 0 <= i - j < window, the last query to the last key."""
+        n, m = q.shape[-2], k.shape[-2]
+        i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
+        return attend(q, k, v, (j <= i) & (i - j < window + wide))
+
+    return sliding
+
+
+def test_a_window_with_a_default_is_passed_in_every_call():
+    verdict = check(with_default_window(), budget=FEW)
+    assert verdict.ok and verdict["L65"].status == "holds", verdict.explanation()
+    assert check(with_default_window(wide=1), DEFINITION, FEW).cause.family == "window off by one"

@@ -312,6 +312,18 @@ def test_self_and_cross_are_distinguished_by_the_origin_of_q_and_k():
     assert look(nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), model), x).calls[0].role == "self"
 
 
+def test_under_autocast_the_first_layer_is_still_self_attention():
+    """There each projection reads its own 16-bit copy of the input."""
+    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+    models = [rg.Attention(16, heads=2).build(), nn.TransformerEncoder(layer, 2).train()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        views = [look(model, torch.randn(1, 7, 16)) for model in models]
+        cross = look(models[0], (torch.randn(1, 7, 16), torch.randn(1, 7, 16)))
+        views.append(look(rg.preset("tiny-gpt").build().eval(), torch.arange(7)[None]))
+    assert [c.role for view in views for c in view.calls] == ["self"] * 7
+    assert cross.calls[0].role == "cross"
+
+
 def test_a_layer_that_runs_two_times_is_recorded_two_times():
     class Twice(nn.Module):
         def __init__(self):

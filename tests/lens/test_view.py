@@ -147,6 +147,39 @@ def test_a_model_without_attention_is_refused():
         look(3, torch.randn(2, 3))
 
 
+def test_weights_without_a_softmax_and_with_one_over_another_axis_are_described():
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(rg.RegardError) as refused:
+        look(lambda q: (q @ q.mT).sigmoid() @ q, q)
+    assert str(refused.value) == (
+        "no attention call was found while function ran (0 module calls): it has none, computes weights without a "
+        "softmax, or runs outside PyTorch"
+    )
+    with pytest.raises(rg.RegardError) as refused:
+        look(lambda q: (q @ q.mT).softmax(-2).mT @ q, q)
+    assert str(refused.value) == (
+        "no attention call was found while function ran (0 module calls); 1 softmax ran over another axis than the "
+        "last, which is not read as attention"
+    )
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_autocast_does_not_round_maps_and_statistics(keep):
+    """Under autocast q and k have 16 bits; the weights are computed from them in float32, as without it."""
+    torch.manual_seed(0)
+    attend = rg.Attention(16, heads=2).build().eval()
+    x = torch.randn(1, 40, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kept = look(attend, x)
+        inside, shown = look(attend, x, keep=keep).statistics[0], kept.map(0, 1)
+    call, outside = kept.calls[0].source, kept.statistics[0]
+    expected = (call.q[0, 1].float() @ call.k[0, 1].float().mT / 8**0.5).softmax(-1)
+    assert call.q.dtype == torch.bfloat16 and shown.dtype == torch.float32
+    assert (shown - expected).abs().max() < 1e-6
+    for name in ("entropy", "distance", "on_self", "on_first"):
+        assert torch.equal(getattr(inside, name), getattr(outside, name)), name
+
+
 def test_an_input_that_does_not_fit_is_described():
     with pytest.raises(rg.ShapeError, match=r"Linear does not run on float32 \(2, 3\), str: TypeError: "):
         look(nn.Linear(3, 3), (torch.randn(2, 3), "x"))

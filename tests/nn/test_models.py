@@ -471,3 +471,59 @@ def test_the_likelihood_of_all_sequences_is_one_with_a_causal_mask_only():
 
     assert total(rg.causal()) == pytest.approx(1.0, abs=1e-12)
     assert abs(total(rg.full()) - 1.0) > 1e-2
+
+
+def cached(model, *batches):
+    cache = model.cache()
+    for rows in batches:
+        model(torch.zeros(rows, 2, dtype=torch.long), cache=cache)
+
+
+def one_layer():
+    return rg.Attention(8, heads=2).build()
+
+
+WRONG_INPUTS = {
+    "token ids of shape (b, n) are needed, one row per text, not (3,)": lambda gpt: gpt(
+        torch.zeros(3).long()
+    ),
+    "token ids of shape (b, n) are needed, one row per text, not list": lambda gpt: gpt([[1, 2]]),
+    "x of shape (b, n, d_model) is needed, not (5, 8)": lambda gpt: one_layer()(torch.randn(5, 8)),
+    "'causal()' is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor": lambda gpt: one_layer()(
+        torch.randn(1, 5, 8), pattern="causal()"
+    ),
+    "the cache has 3 batch rows and this call 1; `cache.select(rows)` keeps or repeats rows": lambda gpt: (
+        cached(gpt, 3, 3, 1)
+    ),
+    "the cache has 1 batch rows and this call 2; `cache.select(rows)` keeps or repeats rows": lambda gpt: (
+        cached(gpt, 1, 2)
+    ),
+    "the cache has 2 layers and this model 4; use model.cache()": lambda gpt: gpt(
+        torch.zeros(1, 2, dtype=torch.long), cache=rg.Cache(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_INPUTS)
+@torch.no_grad()
+def test_inputs_that_do_not_fit_are_described(message):
+    with pytest.raises(rg.RegardError) as refused:
+        WRONG_INPUTS[message](rg.preset("tiny-gpt").build().eval())
+    assert str(refused.value) == message
+
+
+@torch.no_grad()
+def test_a_layer_takes_a_pattern_for_each_head():
+    layer, x, heads = one_layer(), torch.randn(1, 5, 8), [rg.causal(), rg.window(1)]
+    assert torch.equal(layer(x, pattern=heads), layer(x, pattern=rg.per_head(heads)))
+
+
+@torch.no_grad()
+def test_a_prompt_is_continued_in_several_ways():
+    model = rg.preset("tiny-gpt").build().eval()
+    prompt, next_tokens = torch.tensor([[5, 6, 7]]), torch.tensor([[1], [2], [3]])
+    cache = model.cache()
+    model(prompt, cache=cache)
+    cache.select(torch.zeros(3, dtype=torch.long))
+    expected = model(torch.cat([prompt.expand(3, -1), next_tokens], 1))[:, -1:]
+    torch.testing.assert_close(model(next_tokens, cache=cache), expected)

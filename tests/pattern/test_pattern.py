@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ledger_cases import case, cases
 from pattern_strategies import offsets, patterns
 from regard import pattern as grammar
-from regard.errors import FormatError, ShapeError, SpecError
+from regard.errors import FormatError, RegardError, ShapeError, SpecError
 from regard.pattern import (
     KINDS,
     WORDS,
@@ -484,3 +484,30 @@ def test_a_table_is_on_the_device_of_the_pattern_s_data():
     for pattern in (documents(ids), causal() & documents(ids), ~lengths(ids[:2]) | window(1)):
         assert pattern.device == ids.device and pattern.allowed(6).device == ids.device
     assert causal().device is None and (causal() | window(2)).allowed(3).device.type == "cpu"
+
+
+WRONG_DATA = {
+    "documents: ids is of type list, not a tensor; use torch.as_tensor(ids)": lambda: documents([0, 0, 1]),
+    "documents: ids of torch.float32; whole numbers are needed, such as ids.long()": lambda: documents(
+        torch.tensor([0.0, 1.0])
+    ),
+    "lengths: l is of type int, not a tensor; use torch.as_tensor(l)": lambda: lengths(3),
+    "lengths: l has shape (); one length per batch row is needed, (b,)": lambda: lengths(torch.tensor(3)),
+    "where(3): a function of i and j is needed": lambda: where(3),
+    "where(<lambda>): it returned torch.int64, and a condition is needed, true or false": lambda: where(
+        lambda i, j: i - j
+    ).count(5),
+    "where(<lambda>): it returned int, and a condition is needed, true or false": lambda: where(
+        lambda i, j: i - j
+    ).allows(3, 1),
+    "where(<lambda>): i and j are tensors; combine conditions with & and |, and choose with torch.where": (
+        lambda: where(lambda i, j: i > j and j > 2).count(5)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_DATA)
+def test_data_that_is_none_is_refused(message):
+    with pytest.raises(RegardError) as refused:
+        WRONG_DATA[message]()
+    assert str(refused.value) == message

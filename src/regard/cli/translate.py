@@ -72,9 +72,11 @@ def _lines(sentences: list[str] | None, file: Path | None) -> Iterator[str]:
 
         yield from text.sentences(file)
     else:
+        from ..training.data import text
+
         for number, raw in enumerate(sys.stdin.buffer, 1):
             try:
-                yield raw.decode("utf-8").rstrip("\r\n")
+                yield text.without_mark(raw, number).decode("utf-8").rstrip("\r\n")
             except UnicodeDecodeError as e:
                 raise FormatError(
                     f"stdin, line {number}: byte {e.start + 1} is not UTF-8 ({e.reason})"

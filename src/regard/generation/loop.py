@@ -1,7 +1,8 @@
 """`rg.generate`: the entry point of generation, and the decoding loop of `greedy` and `sample`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..errors import ShapeError, SpecError
-from ..nn.stack import EncoderDecoder
+from ..nn.stack import EncoderDecoder, Stack
+from ..pattern import causal, sinks
 from . import beam_search
 from .steps import Steps, steps
 from .strategies import Strategy, beam, greedy, pick, sample
@@ -50,8 +52,15 @@ def generate(
     ended cost nothing more; no row grows longer than a learned table of positions. max_new_tokens: one number, or
     one per row. Without log-probabilities a greedy step is about a tenth cheaper.
     """
+    if not isinstance(strategy, Strategy):
+        raise SpecError(
+            f"strategy={strategy!r} is not a strategy; use rg.greedy(), rg.sample(0.8) or rg.beam(4)"
+        )
     tokens, lengths = _aligned(prompt, padding, next(model.parameters()).device)
     limits = _limits(max_new_tokens, len(tokens))
+    _require_causal(
+        model, tokens.shape[1] if lengths is None else int(lengths.min()), tokens.shape[1] + max(limits)
+    )
     was_training = model.training
     model.eval()
     try:
@@ -134,7 +143,13 @@ def _decode(
 
 def _limits(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
     """The largest number of new tokens of each row."""
-    limits = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else [int(n) for n in max_new_tokens]
+    given = max_new_tokens if isinstance(max_new_tokens, Iterable) else [max_new_tokens] * rows
+    try:
+        limits = [index(n) for n in given]
+    except TypeError as e:
+        raise SpecError(
+            f"max_new_tokens={max_new_tokens}: a whole number is needed, or one per prompt"
+        ) from e
     if len(limits) != rows:
         raise ShapeError(
             f"max_new_tokens has {len(limits)} numbers for {rows} prompts; give one, or one per prompt"
@@ -142,6 +157,23 @@ def _limits(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
     if min(limits) < 1:
         raise SpecError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1")
     return limits
+
+
+def _require_causal(model: nn.Module, prompt: int, total: int) -> None:
+    """Refuse a model in which a token changes what earlier ones compute: a cache keeps their keys and values.
+
+    Within its prompt, a prefix language model may attend to later tokens.
+    """
+    stack = model.decoder if isinstance(model, EncoderDecoder) else model
+    if not isinstance(stack, Stack):
+        return
+    pattern = stack.spec.block.attention.pattern
+    if not isinstance(pattern, causal) and (pattern - causal() - sinks(prompt)).count(total):
+        declared = f"({pattern!r})" if "|" in repr(pattern) else repr(pattern)
+        raise SpecError(
+            f"after a prompt of {prompt} tokens, {pattern!r} attends to tokens that are not generated yet; declare "
+            f"rg.causal() & {declared}"
+        )
 
 
 def _longest_first(
@@ -167,7 +199,15 @@ def _aligned(
     device: torch.device,
 ) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"] | None]:
     """Prompts aligned at the left, and their lengths where they differ."""
+    if isinstance(prompt, str):
+        raise ShapeError(f"prompt={prompt!r}: token ids are needed, such as tokens.encode([{prompt!r}])")
+    if isinstance(prompt, Tensor) and prompt.dim() != 2:
+        raise ShapeError(
+            f"prompt has shape {tuple(prompt.shape)}; (b, n) is needed, one row of ids per prompt"
+        )
     if not isinstance(prompt, Tensor):
+        if any(isinstance(row, int) for row in prompt):
+            raise ShapeError(f"prompt is one row; put it into a list, [{list(prompt)}]")
         rows = [list(row) for row in prompt]
     elif padding is None:
         rows = prompt.tolist()

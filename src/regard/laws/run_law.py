@@ -15,7 +15,7 @@ from .measurement import Measurement
 from .parts import parts_of
 from .probe import Probe, describe, missing_device, probe
 from .snippet import snippet
-from .target import KIND_NAMES, Model, Target
+from .target import KIND_NAMES, Function, Model, Target
 
 MAX_INEXPRESSIBLE = 300  # cases that the target's arguments cannot express before sampling stops
 MIN_SECONDS = 0.2  # for the cases of a law if the laws before it have used up the time of the check
@@ -30,7 +30,7 @@ NEUTRAL_FILES = (
 )  # frames that belong to neither law nor target
 
 
-ALWAYS_CAUSAL = (  # laws that apply to a function of which every call is causal or has a window
+ALWAYS_CAUSAL = (  # laws that apply to a function of which every call is causal, has a window or adds positions
     *("L29", "L48", "L50", "L51", "L56", "L57", "L60", "L61", "L62", "L65", "P04", "P05", "P08", "P09"),
 )
 
@@ -83,11 +83,12 @@ def try_law(
         error = probed.errors.get("float32", "nothing could be tried")
         return Outcome(law, "raised", f"an ordinary call failed: {error}")
     always = ""
-    if subject is target and target.kind == "function":
-        always = "is always causal" if harness.supports("always causal") else ""
-        always = "always has a window" if harness.fixed_window is not None else always
+    if subject is target and isinstance(target, Function):
+        always = "positions; this always adds positions" if target.positions else ""
+        always = "a mask; this is always causal" if harness.supports("always causal") else always
+        always = "a mask; this always has a window" if harness.fixed_window is not None else always
     if always and law.number not in ALWAYS_CAUSAL:
-        return Outcome(law, "not applicable", f"the law needs calls without a mask; this {always}")
+        return Outcome(law, "not applicable", f"the law needs calls without {always}")
     if reason := _inapplicable(trial, harness, probed):
         return Outcome(law, "not applicable", reason)
     promised = law.promise is None or target.declares(law.promise) is True

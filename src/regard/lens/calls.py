@@ -52,9 +52,10 @@ class QueryKeyScores:
         factor = self.q.shape[-1] ** -0.5 if self.scale == inf else self.scale
         q = self.q[region.batch, region.heads][:, region.rows].to(precise) * factor
         k = self.k[region.batch, :, : region.keys].to(precise)
-        scores = _products(q, k, region.heads, self.q.shape[1])
-        for mod in self.score_mods:
-            scores = mod.apply(scores, region)
+        with torch.autocast(q.device.type, enabled=False):  # it would round the products to 16 bits
+            scores = _products(q, k, region.heads, self.q.shape[1])
+            for mod in self.score_mods:
+                scores = mod.apply(scores, region)
         return scores
 
     def weights(self, region: Region) -> Float[Tensor, "h r m"]:

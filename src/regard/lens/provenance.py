@@ -24,6 +24,7 @@ LINEAR = {
 PRODUCTS = {aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
 SOFTMAX = aten_operators("_softmax", "_safe_softmax")
 PRESERVES_WEIGHTS = aten_operators("native_dropout", "_to_copy", "clone", "mul", "div")
+COPIES = aten_operators("_to_copy", "clone")  # under autocast each projection reads a copy of its own
 NEW_TENSORS = {aten.lift_fresh, aten.lift}  # torch.tensor(…): its storage may have belonged to another tensor
 MAX_ANCESTORS = 6  # of one tensor; the newest ones decide
 MAX_PENDING_SOFTMAXES = 2  # softmax results that were not yet multiplied with values
@@ -76,6 +77,7 @@ class Provenance:
         self._taken_in_part: set[int] = set()
         self._count = 0
         self.softmaxes = 0  # over the last axis, of tensors with at least three
+        self.softmaxes_over_another_axis = 0  # of such tensors
 
     def of(self, x: Tensor) -> TensorOrigin:
         storage = storage_id(x)
@@ -109,7 +111,8 @@ class Provenance:
             origins = [self.of(x) for x in given if not x.is_nested and x.numel()]
             pair = next((o.pair for o in origins if o.pair), None)
             newest = sorted(NONE.union(*(o.ancestors for o in origins)), reverse=True)[:MAX_ANCESTORS]
-            self._set(out, frozenset(newest), pair, self._softmax(packet, args, given, out))
+            serial = origins[0].serial if packet in COPIES and origins else None
+            self._set(out, frozenset(newest), pair, self._softmax(packet, args, given, out), serial)
 
     def start_anew(self, out: Any) -> None:
         """The output of an attention has no ancestors: it mixes tokens."""
@@ -157,6 +160,8 @@ class Provenance:
             for old in list(self._softmaxes)[:-MAX_PENDING_SOFTMAXES]:
                 del self._softmaxes[old]
             return number
+        if packet in SOFTMAX:
+            self.softmaxes_over_another_axis += first.dim() > 2
         if packet in PRESERVES_WEIGHTS and given[0].numel() == first.numel():
             return self.of(given[0]).softmax
         return None
@@ -167,11 +172,14 @@ class Provenance:
         ancestors: Ancestors = NONE,
         pair: tuple[Ancestors, Ancestors] | None = None,
         softmax: int | None = None,
+        serial: int | None = None,
     ) -> None:
+        """serial: of the tensor that `out` is a copy of; None for a new one."""
         for x in tensors_in(out):
             if not x.is_nested:
                 layout = None if softmax is None else Layout.of(x)
-                self._origins[storage_id(x)] = TensorOrigin(self._next(), ancestors, pair, softmax, layout)
+                number = self._next() if serial is None else serial
+                self._origins[storage_id(x)] = TensorOrigin(number, ancestors, pair, softmax, layout)
 
     def _next(self) -> int:
         self._count += 1

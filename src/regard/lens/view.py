@@ -17,7 +17,7 @@ from . import ablation, head_similarity, labels
 from . import relations as marked_pairs
 from .calls import AttentionCall, is_causal_call, tensors_of
 from .head_kinds import RULES, HeadKind, Rule, classify_heads
-from .intercept import InterceptedCall, intercept
+from .intercept import InterceptedCall, Interceptor, intercept
 from .rollout import rollout
 from .run_model import run
 from .statistics import HeadStatistics, head_statistics
@@ -53,16 +53,19 @@ def look(
     with torch.no_grad(), intercept(model, collector.add) as interceptor:
         run(model, inputs)
     if not collector.calls:
-        raise RegardError(_no_calls(model, interceptor.module_calls, interceptor.missed))
+        raise RegardError(_no_calls(model, interceptor))
     labels.check_used(named, [call.shape for call in collector.calls], tokens, grid)
     return View(collector, tuple(interceptor.missed), model, inputs)
 
 
-def _no_calls(model: Any, module_calls: int, missed: list[str]) -> str:
-    text = f"no attention call was found while {type(model).__name__} ran ({module_calls} module calls)"
-    return (
-        f"{text}; {'; '.join(missed)}" if missed else f"{text}: it has none, or computes it outside PyTorch"
-    )
+def _no_calls(model: Any, ran: Interceptor) -> str:
+    text = f"no attention call was found while {type(model).__name__} ran ({ran.module_calls} module calls)"
+    if ran.missed:
+        return f"{text}; {'; '.join(ran.missed)}"
+    if count := ran.softmaxes_over_another_axis:
+        one = "1 softmax" if count == 1 else f"{count} softmaxes"
+        return f"{text}; {one} ran over another axis than the last, which is not read as attention"
+    return f"{text}: it has none, computes weights without a softmax, or runs outside PyTorch"
 
 
 class _CallCollector:
@@ -102,7 +105,9 @@ class _CallCollector:
         self.calls.append(recorded)
 
     def statistics_of(self, call: AttentionCall) -> HeadStatistics:
-        return head_statistics(call, self.tokens(call), self.labels.grid)
+        device = tensors_of(call.source)[0].device.type if call.source is not None else "cpu"
+        with torch.autocast(device, enabled=False):
+            return head_statistics(call, self.tokens(call), self.labels.grid)
 
     def tokens(self, call: AttentionCall) -> Tokens | None:
         named = self.labels.source is not None or self.labels.target is not None

@@ -14,7 +14,7 @@ from ..engine import attention as engine
 from ..engine import fused_qkv
 from ..engine.call import Bias
 from ..errors import ShapeError
-from ..pattern import At, Pattern, causal
+from ..pattern import At, Pattern, causal, per_head
 from ..reference import repeat_heads, tanh_scores
 from . import position as positions
 from .cache import KeyValues
@@ -271,12 +271,18 @@ class MultiHeadAttention(nn.Module):
         own = self.spec.pattern
         if given is None:
             return own
+        if isinstance(given, list | tuple):
+            given = per_head(given)
         if isinstance(given, Pattern):
             return own & given
+        if not isinstance(given, Tensor) or given.dtype != torch.bool:
+            return given  # rg.attention refuses it
         return given & own.allowed(given.shape[-2], given.shape[-1], device=given.device)
 
     def _check_widths(self, x: Tensor, source: Tensor, values: Tensor | None = None) -> None:
         size = self.spec.sizes
+        if x.dim() != 3:
+            raise ShapeError(f"x of shape (b, n, d_model) is needed, not {tuple(x.shape)}")
         if x.shape[-1] != size.d_model:
             raise ShapeError(f"x has width {x.shape[-1]}; this attention takes d_model={size.d_model}")
         if source.shape[-1] != size.d_context:

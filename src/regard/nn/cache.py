@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import RegardError
+from ..errors import RegardError, ShapeError
 
 
 class KeyValues:
@@ -45,6 +45,11 @@ class KeyValues:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RegardError("a cache has no gradients; decode under torch.no_grad()")
         b, _, n, _ = k.shape
+        if self.k is not None and len(self.k) != b:
+            raise ShapeError(
+                f"the cache has {len(self.k)} batch rows and this call {b}; `cache.select(rows)` keeps or repeats "
+                f"rows"
+            )
         start, self.filled = self.filled, self.filled + n
         # Slots past a row's length are read with weight 0, so they need to be finite.
         zeros = lengths is not None or self.lengths is not None

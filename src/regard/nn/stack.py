@@ -150,8 +150,15 @@ class Stack(nn.Module):
     ) -> Tensor:
         if documents is not None and cache is not None:
             raise ShapeError("documents and a cache cannot be combined; give each text a row of its own")
+        if cache is not None and len(cache.layers) != len(self.blocks):
+            raise ShapeError(
+                f"the cache has {len(cache.layers)} layers and this model {len(self.blocks)}; use model.cache()"
+            )
         if self.embedding is None:
             return x
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ShapeError(f"token ids of shape (b, n) are needed, one row per text, not {got}")
         if x.is_floating_point():
             raise ShapeError(f"this stack has an embedding and takes token ids, not {x.dtype} vectors")
         if documents is not None:

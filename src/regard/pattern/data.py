@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import ShapeError, SpecError
 from ..progression import Ints
 from .algebra import Pattern, register
 from .classification import BlockGrid, Classes
@@ -47,6 +47,9 @@ class documents(Data):
     """ids[i] = ids[j]: packed sequences do not attend to one another. ids is (m,) or (b, m), one per position."""
 
     ids: Int[Tensor, "*b m"]
+
+    def __post_init__(self):
+        _require_whole("documents", "ids", self.ids)
 
     @property
     def device(self):
@@ -98,6 +101,13 @@ class lengths(Data):
     l: Int[Tensor, " b"]
 
     reads_query = False
+
+    def __post_init__(self):
+        _require_whole("lengths", "l", self.l)
+        if self.l.dim() != 1:
+            raise ShapeError(
+                f"lengths: l has shape {tuple(self.l.shape)}; one length per batch row is needed, (b,)"
+            )
 
     @property
     def device(self):
@@ -351,8 +361,24 @@ class where(Data):
 
     fn: Callable[[Any, Any], Any]
 
+    def __post_init__(self):
+        if not callable(self.fn):
+            raise SpecError(f"{self!r}: a function of i and j is needed")
+
     def allows(self, i, j):
-        return self.fn(i, j)
+        try:
+            pairs = self.fn(i, j)
+        except RuntimeError as e:
+            if "ambiguous" not in str(e):
+                raise
+            raise SpecError(
+                f"{self!r}: i and j are tensors; combine conditions with & and |, and choose with torch.where"
+            ) from e
+        kind = pairs.dtype if isinstance(pairs, Tensor) else type(pairs)
+        if kind in (int, float) or (isinstance(kind, torch.dtype) and kind != torch.bool):
+            name = kind.__name__ if isinstance(kind, type) else kind
+            raise SpecError(f"{self!r}: it returned {name}, and a condition is needed, true or false")
+        return pairs
 
     def row_mask(self, inside):
         fn = self.fn

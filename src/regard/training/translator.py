@@ -1,6 +1,7 @@
 """`rg.translate`: texts translated by the model that is part of regard, or by your own."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import overload
@@ -12,6 +13,7 @@ from .data.tokens import Tokens
 from .models import card
 from .models import folder as included
 from .recipes.run import open_run
+from .recipes.translation import max_source_tokens
 from .recipes.translation import translate as translate_texts
 
 
@@ -27,13 +29,21 @@ def translate(
     """The translation of a text, or of each of several; lines of one call share batches.
 
     model: the folder of a run; by default the translator from English to Spanish that is part of regard. strategy:
-    by default what the model's card recommends, and greedy() for a model without a card.
+    by default what the model's card recommends, and greedy() for a model without a card. Of a text with more tokens
+    than the model reads (120 at most) the beginning is translated, with a warning.
 
     >>> translate("Hello world")
     'Hola mundo'
     """
+    if isinstance(texts, bytes) or not isinstance(texts, Iterable):
+        raise SpecError(f"texts={texts!r}: a text is needed, or a list of texts")
     net, tokens, recommended = open_translator(model)
     given = [texts] if isinstance(texts, str) else list(texts)
+    limit = max_source_tokens(net)
+    for i, ids in enumerate(tokens.encode(given)):
+        if len(ids) > limit:
+            cut = f"text {i} has {len(ids)} tokens; the first {limit} are translated: {given[i][:40]}…"
+            warnings.warn(cut, stacklevel=2)
     out = translate_texts(net, tokens, given, strategy or recommended)
     return out[0] if isinstance(texts, str) else out
 

@@ -26,6 +26,36 @@ def test_pairs_are_read_plain_and_zipped(tmp_path, name):
     assert text.pairs(file) == [("one", "uno"), ("two ñ", "dos")]
 
 
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path):
+    """Editors on Windows write one."""
+    file = tmp_path / "a.tsv"
+    file.write_bytes(b"\xef\xbb\xbfone\tuno\r\n\xef\xbb\xbftwo\tdos\r\n")
+    assert text.pairs(file) == [("one", "uno"), ("\ufefftwo", "dos")]
+    lines = tmp_path / "a.jsonl"
+    lines.write_bytes(b'\xef\xbb\xbf{"source": "one", "target": "uno"}\n')
+    assert text.records(lines, "source", "target") == [("one", "uno")]
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "A.JSONL.GZ"])
+def test_the_format_follows_from_the_name_in_capitals_too(tmp_path, name):
+    raw = b'{"source": "one", "target": "uno"}\n' * 2
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("GZ") else raw)
+    assert datasets._pairs(tmp_path / name, "source", "target") == [("one", "uno")] * 2
+
+
+def test_files_may_be_paths_and_sizes_are_whole_numbers(tmp_path):
+    file = tmp_path / "a.tsv"
+    assert datasets.SentencePairs(train=file, valid=file) == datasets.SentencePairs(
+        train=str(file), valid=str(file)
+    )
+    assert datasets.ContinuousText(file=file).file == datasets.LabeledText(file).train == str(file)
+    assert datasets.MaskedText(train=file).train == str(file)
+    with pytest.raises(rg.SpecError, match=r"^vocab='300': a whole number is needed$"):
+        datasets.SentencePairs(vocab="300")
+    with pytest.raises(rg.SpecError, match=r"^no corpus 'de-en'; the corpora are en-es, shakespeare$"):
+        datasets.SentencePairs("de-en").load(tmp_path)
+
+
 def test_jsonl_lines_and_whole_texts_are_read(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "good", "label": 1}\n{"label": 0, "text": "bad"}\n')
@@ -59,6 +89,10 @@ BROKEN = {
         "bytes.tsv, line 2: byte 3 is not UTF-8 (invalid start byte); convert the file first",
     ),
     "cut.tsv.gz": (gzip.compress(b"a\tb\n" * 99)[:-9], "cut.tsv.gz is not a complete gzip file: "),
+    "damaged.tsv.gz": (
+        gzip.compress(b"")[:10] + b"\xff" * 30,
+        "damaged.tsv.gz is not a complete gzip file: Error -3 while decompressing",
+    ),
     "plain.tsv.gz": (b"a\tb\n", "plain.tsv.gz is not a complete gzip file: Not a gzipped file"),
 }
 
@@ -83,6 +117,12 @@ def test_a_record_without_its_field_is_named(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text("[1]\n")
     with pytest.raises(rg.FormatError, match=r"^b.jsonl, line 1: not an object; needed: text$"):
         text.records("b.jsonl", "text")
+    for value, words in (("null", "null"), ('["x"]', "a list"), ('{"a": 1}', "an object")):
+        (tmp_path / "d.jsonl").write_text(f'{{"text": {value}}}\n')
+        with pytest.raises(
+            rg.FormatError, match=rf"^d.jsonl, line 1: the field 'text' is {words}, not a text$"
+        ):
+            text.records("d.jsonl", "text")
     (tmp_path / "c.jsonl").write_text("{x\n")
     with pytest.raises(rg.FormatError, match=r"^c.jsonl, line 1: not JSON: "):
         text.records("c.jsonl", "text")

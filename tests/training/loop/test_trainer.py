@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -266,6 +267,20 @@ def test_another_models_checkpoint_is_refused(whole):
         rg.FormatError, match=r"has shape \(13, 16\) in the checkpoint and \(17, 16\) in the model$"
     ):
         trainer(whole.folder, vocab=17).resume()
+
+
+@pytest.mark.parametrize("rows", [59, 60, 61])
+def test_a_run_does_not_go_on_with_other_rows(whole, tmp_path, rows):
+    """Its epochs would be others, and its position in them may be past their end."""
+    shutil.copytree(whole.folder, tmp_path / "copy")
+    other = trainer(tmp_path / "copy")
+    other.train = pairs(rows, seed=5)
+    with pytest.raises(rg.FormatError) as refused:
+        other.resume()
+    assert str(refused.value) == (
+        f"the training rows are not those that the run in {tmp_path / 'copy'} began with: its data has changed; "
+        "restore it, or use another folder"
+    )
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
@@ -561,6 +576,9 @@ def test_a_line_cut_by_a_kill_is_mended_and_nan_is_a_word(tmp_path):
 
 REFUSED = {
     "steps=0: it needs to be at least 1": lambda: replace(SETTINGS, steps=0),
+    "seed=99999999999999: it needs to be between -2^32 and 2^32": lambda: replace(
+        SETTINGS, seed=99999999999999
+    ),
     "minutes=-1: it needs to be more than 0": lambda: replace(SETTINGS, minutes=-1),
     "autocast='half'; use 'bfloat16', 'float16' or None": lambda: replace(SETTINGS, autocast="half"),
     "betas=(0.9, 1.0): both need to be in [0, 1)": lambda: AdamW(betas=(0.9, 1.0)),

@@ -1,6 +1,7 @@
 """Recipes, runs and the commands, end to end on sixty sentences."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -67,6 +68,19 @@ def test_a_run_goes_on_in_its_folder_and_no_other_recipe_may(run):
         Run(other, run.folder, "cpu")
 
 
+@pytest.mark.parametrize("part", ["valid", "test"])
+def test_rows_that_fit_no_batch_are_named_before_training(run, tmp_path, part):
+    (tmp_path / "long.tsv").write_text("cat " * 20 + "\tgato\n")
+    data = replace(run.recipe.data, **{part: str(tmp_path / "long.tsv")})
+    made = replace(run.recipe, data=data, settings=replace(run.recipe.settings, tokens=20))
+    with pytest.raises(rg.SpecError) as refused:
+        Run(made, tmp_path / "out", "cpu")
+    assert re.fullmatch(
+        rf"the longest row of {part} has \d\d tokens and a batch tokens=20; raise tokens, or shorten it",
+        str(refused.value),
+    )
+
+
 def test_a_damaged_file_of_a_run_is_named(run, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(run.folder, folder)
@@ -100,6 +114,8 @@ def test_sources_say_what_they_lack(tmp_path):
         rg.SpecError, match=r"^valid='a.tsv' needs train= \(on the command line --data\) as well$"
     ):
         SentencePairs(valid="a.tsv")
+    with pytest.raises(rg.SpecError, match=r"^context=1: it needs to be at least 2$"):
+        ContinuousText(context=1)
     (tmp_path / "a.txt").write_text("too short\n")
     with pytest.raises(rg.FormatError, match=r"tokens are too few for windows of 64; give a longer text$"):
         ContinuousText(file=str(tmp_path / "a.txt")).load(tmp_path)

@@ -45,6 +45,11 @@ POSITION_WORDS = re.compile(
     r"(?<![a-z])pos(?![a-z])|position|pos_?emb|(?<![a-z])rope|rotary|alibi|inv_freq|freqs|relative|sinus|slopes",
     re.I,
 )
+NO_POSITIONS = re.compile(  # words that deny them
+    r"\b(no|without|not|never|lacks)\s+(any\s+|use\s+|add\s+)?(positions?|positional|rotary|rope|alibi|relative)\b",
+    re.I,
+)
+CAUSAL_CODE = re.compile(r"is_causal\s*=\s*True|\btr(il|iu)\b")
 
 
 class ModuleReader:
@@ -352,11 +357,26 @@ def _read_order(reader: ModuleReader) -> set[str]:
         r"(not|non|no|without|never)[- ]?(causal|autoregressive)|bidirectional", words
     )
     flag = size_of(module, ("causal", "is_causal"), bool)
-    if "causal" not in reader.names and flag is not False and (says or flag or _has_causal_buffer(module)):
-        claims |= {"always causal"}
+    if "causal" not in reader.names and flag is not False:
+        if says or flag or _has_causal_buffer(module):
+            claims |= {"always causal"}
+        elif CAUSAL_CODE.search(source_of(module)) and _looks_back_only(reader):
+            claims |= {"always causal"}
+            reader.notes.append(
+                "always causal: its code has a causal mask, and no output depends on a later input"
+            )
     if _has_positions(reader):
         claims |= {"positions"}
     return claims
+
+
+def _looks_back_only(reader: ModuleReader) -> bool:
+    """Whether each output depends on its own input and on all earlier ones, and on no later one."""
+    try:
+        effect = reader.effect()
+    except Exception:  # foreign code; the laws report what raises
+        return False
+    return bool((effect == torch.ones_like(effect).tril()).all())
 
 
 def _has_causal_buffer(module: nn.Module) -> bool:
@@ -376,16 +396,27 @@ def _has_positions(reader: ModuleReader) -> bool:
     optional = [x for name, x in vars(reader.module).items() if POSITION_WORDS.search(name)]
     if optional and not any(x is not None and x is not False and x != "" for x in optional):
         return False  # its positions are an option that is off: timm's pos_embed = None
-    named = [
-        n
-        for n, _ in (
-            *reader.module.named_modules(),
-            *reader.module.named_buffers(),
-            *reader.module.named_parameters(),
-        )
-    ]
-    words = [*named, source_of(reader.module)]
-    return any(POSITION_WORDS.search(word) for word in words)
+    module = reader.module
+    named = [n for n, _ in (*module.named_modules(), *module.named_buffers(), *module.named_parameters())]
+    if any(POSITION_WORDS.search(name) for name in named):
+        return True
+    code = NO_POSITIONS.sub("", re.sub(r"#.*", "", source_of(module)))  # a comment is not a statement
+    if not POSITION_WORDS.search(code):
+        return False
+    options = parameters_of(type(module).__init__) or {}
+    off = [p for name, p in options.items() if POSITION_WORDS.search(name) and not p.default]
+    return not (off and _ignores_order(reader))  # an option that was not chosen, and is not stored
+
+
+def _ignores_order(reader: ModuleReader) -> bool:
+    """Whether permuted inputs give the permuted outputs."""
+    order = torch.tensor([3, 0, 4, 1, 2])
+    try:
+        x, other = reader.sample(2, 5), reader.needed_context(2, 4)
+        got, want = reader.output(x[:, order], other), reader.output(x, other)[:, order]
+    except Exception:  # foreign code, or one of another length; the laws report what raises
+        return False
+    return got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def _without(claims: set[str], reader: ModuleReader) -> set[str]:

@@ -41,6 +41,7 @@ from .names import (
     stated_alignment,
     stated_mask,
     text_of,
+    windowed_by_default,
 )
 from .varlen import CU_KEYS, CU_QUERIES, MAX_LENGTHS, packed_call
 
@@ -96,8 +97,8 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
         alignment = alignment or stated_alignment(text) or probed_alignment(reader)
         reader.notes.append(f"always causal, by its name or docstring; aligned {alignment} if n ≠ m")
     needed = others.get(names.get("window", ""))
-    if needed is not None and needed.default is needed.empty and reader.window.endswith("causal"):
-        claims |= {"always causal"}  # it cannot be called without a window
+    if needed is not None and windowed_by_default(needed) and reader.window.endswith("causal"):
+        claims |= {"always causal"}  # every call has a window
         alignment = alignment or stated_alignment(text) or "top-left"
     claims |= promised(text) | _second_output(reader)
     if says_square(text):

@@ -11,7 +11,7 @@ from ..harness import Inexpressible
 from ..target import OPTIONS
 from . import layouts
 from .mask_encoding import MaskEncoding, as_integers
-from .names import GROUPED, HEAD_COUNTS, KV_HEAD_COUNTS, START, TRAINING
+from .names import GROUPED, HEAD_COUNTS, KV_HEAD_COUNTS, START, TRAINING, windowed_by_default
 
 
 @dataclass
@@ -84,7 +84,7 @@ class FunctionReader:
                 more[name] = 0.0
             elif name == self.names.get("scale") and required:
                 more[name] = q.shape[-1] ** -0.5
-            elif name == self.names.get("window") and required:  # one that reaches every key
+            elif name == self.names.get("window") and windowed_by_default(p):  # one that reaches every key
                 reach = q.shape[2] + k.shape[2]
                 more[name] = (reach, reach) if self.window == "(before, after)" else reach
             elif name == self.names.get("lengths") and required:

@@ -155,6 +155,13 @@ def text_of(thing: Any) -> str:
     return "\n".join(words)
 
 
+def windowed_by_default(parameter: inspect.Parameter) -> bool:
+    """Whether a window is required or has a default that hides keys, not None or −1: then every call has one."""
+    default = parameter.default
+    sides = default if isinstance(default, tuple) else (default,)
+    return default is parameter.empty or all(_is_number(side) and side > 0 for side in sides)
+
+
 def source_of(module: nn.Module) -> str:
     """The code of a module's class and of the classes that it inherits from, without those of PyTorch."""
     own = itertools.takewhile(lambda c: c is not nn.Module, type(module).__mro__)

@@ -4,6 +4,7 @@ Your own files may be plain text, TSV, or JSONL with named fields (`.jsonl`), al
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class SentencePairs:
     max_tokens: int = 120  # per side; longer training pairs are dropped
 
     def __post_init__(self):
+        _paths_as_text(self, "train", "valid", "test")
         _require_train(self.train, valid=self.valid, test=self.test)
         _require_vocab(self.vocab)
 
@@ -117,8 +119,9 @@ class ContinuousText:
     vocab: int | None = None  # None: one token per character; otherwise byte pairs
 
     def __post_init__(self):
-        if self.context < 1:
-            raise SpecError(f"context={self.context}: it needs to be at least 1")
+        _paths_as_text(self, "file")
+        if self.context < 2:
+            raise SpecError(f"context={self.context}: it needs to be at least 2")
         if self.vocab is not None:
             _require_vocab(self.vocab)
 
@@ -175,6 +178,7 @@ class MaskedText:
     seed: int = 0  # of the masked positions in validation
 
     def __post_init__(self):
+        _paths_as_text(self, "train", "valid")
         _require_train(self.train, valid=self.valid)
         _require_vocab(self.vocab)
 
@@ -252,6 +256,7 @@ class LabeledText:
     classes: int | None = None  # of the model; None: as many as the training file has
 
     def __post_init__(self):
+        _paths_as_text(self, "train", "valid")
         _require_vocab(self.vocab)
 
     def labels(self) -> list[str]:
@@ -313,6 +318,13 @@ def _texts(path: Any) -> list[str]:
     return [content for (content,) in text.records(path, "text")] if _jsonl(path) else text.sentences(path)
 
 
+def _paths_as_text(data: Any, *fields: str) -> None:
+    """Store paths as text, since a recipe is stored as JSON."""
+    for field in fields:
+        if isinstance(path := getattr(data, field), os.PathLike):
+            object.__setattr__(data, field, os.fspath(path))
+
+
 def _require_train(train: str | None, **others: str | None) -> None:
     """Validation and test files belong to a training file."""
     for name, file in others.items():
@@ -321,6 +333,8 @@ def _require_train(train: str | None, **others: str | None) -> None:
 
 
 def _require_vocab(vocab: int) -> None:
+    if not isinstance(vocab, int):
+        raise SpecError(f"vocab={vocab!r}: a whole number is needed")
     smallest = len(tokens.SPECIAL) + 256  # every byte is a token
     if vocab < smallest:
         raise SpecError(
@@ -338,7 +352,7 @@ def _held_out(rows: list[Row], path: Any) -> tuple[list[Row], list[Row]]:
 
 
 def _jsonl(path: Any) -> bool:
-    return str(path).removesuffix(".gz").endswith(".jsonl")
+    return str(path).lower().removesuffix(".gz").endswith(".jsonl")
 
 
 def _tokenizer(folder: Path, train: Callable[[], Tokens]) -> Tokens:

@@ -1,7 +1,8 @@
 """The rows of a data set, and the batches made of them."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import hashlib
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -114,3 +115,18 @@ class Labeled:
             return Batch({"images": images, "labels": labels}, len(rows))
         tokens, lengths = self.inputs.pad(rows, PAD)
         return Batch({"tokens": tokens, "lengths": lengths, "labels": labels}, len(rows))
+
+
+def fingerprint(rows: Any) -> str:
+    """A checksum of the rows and their order."""
+    digest = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, Tensor):
+            digest.update(part.contiguous().numpy().data)
+        elif is_dataclass(part):
+            for field in fields(part):
+                add(getattr(part, field.name))
+
+    add(rows)
+    return digest.hexdigest()

@@ -1,8 +1,10 @@
 """Reading TSV, JSONL and plain text, also gzipped. Errors name the file and the line."""
 
+import codecs
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -11,13 +13,13 @@ from ...errors import FormatError
 
 
 def lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 file with their numbers from 1, without their ends."""
+    """The lines of a UTF-8 file with their numbers from 1, without their ends and without a byte order mark."""
     path = Path(path)
     try:
         with _open(path) as file:
             for number, raw in enumerate(file, 1):
                 try:
-                    yield number, raw.decode("utf-8").rstrip("\r\n")
+                    yield number, without_mark(raw, number).decode("utf-8").rstrip("\r\n")
                 except UnicodeDecodeError as e:
                     raise FormatError(
                         f"{path}, line {number}: byte {e.start + 1} is not UTF-8 ({e.reason}); convert the file first"
@@ -26,8 +28,13 @@ def lines(path: str | Path) -> Iterator[tuple[int, str]]:
         raise FormatError(f"there is no file {path}") from e
     except (IsADirectoryError, PermissionError) as e:
         raise FormatError(f"cannot read {path}: {e.strerror}") from e
-    except (gzip.BadGzipFile, EOFError) as e:
+    except (gzip.BadGzipFile, zlib.error, EOFError) as e:
         raise FormatError(f"{path} is not a complete gzip file: {e}") from e
+
+
+def without_mark(raw: bytes, number: int) -> bytes:
+    """A line of a file without the byte order mark that editors on Windows put before the first one."""
+    return raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
 
 
 def pairs(path: str | Path, fields: tuple[str, str] = ("source", "target")) -> list[tuple[str, str]]:
@@ -53,6 +60,10 @@ def records(path: str | Path, *fields: str) -> list[tuple[str, ...]]:
         if not isinstance(record, dict) or (missing := [f for f in fields if f not in record]):
             what = "not an object" if not isinstance(record, dict) else f"no field {missing[0]!r}"
             raise FormatError(f"{path}, line {number}: {what}; needed: {', '.join(fields)}")
+        kinds = {list: "a list", dict: "an object", type(None): "null"}
+        if wrong := [(f, kinds[type(record[f])]) for f in fields if type(record[f]) in kinds]:
+            name, kind = wrong[0]
+            raise FormatError(f"{path}, line {number}: the field {name!r} is {kind}, not a text")
         rows.append(tuple(str(record[f]) for f in fields))
     return _not_empty(rows, path)
 
@@ -90,4 +101,4 @@ def _not_empty(rows: list, path: str | Path) -> list:
 
 
 def _open(path: Path) -> gzip.GzipFile | BufferedReader:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")

@@ -29,7 +29,10 @@ class Tokens:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without start and end. Special tokens written in a text are encoded as plain text."""
-        return [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        try:
+            return [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        except TypeError as e:
+            raise FormatError(_not_text(texts)) from e
 
     def character_ids(self, text: str) -> np.ndarray:
         """The ids of a long text whose tokens are characters: as `encode` gives them, fifty times as fast."""
@@ -58,6 +61,18 @@ class Tokens:
             raise
         except Exception as e:  # the library raises Exception itself
             raise FormatError(f"not a tokenizer: {e}") from e
+
+
+def _not_text(texts: Sequence[Any]) -> str:
+    """Which of the texts cannot be encoded, and why."""
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            return f"text {i} is {text!r}, of type {type(text).__name__}, not a str"
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            return f"text {i} has {text[e.start]!a} as character {e.start}, which is not Unicode; read it as UTF-8"
+    return "texts are needed, a list of str"
 
 
 def bpe(texts: Iterable[str], vocab: int) -> Tokens:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...schedule import Schedule
 from ..data.batches import Stream, packed_width
 from ..data.buckets import bucket_shape, pad_to_bucket
 from ..data.packing import pack
-from ..data.rows import Batch
+from ..data.rows import Batch, fingerprint
 from . import checkpoints, optimizer
 from .averaging import CheckpointMean, RunningMean, ema, last
 from .checkpoints import Retention
@@ -66,6 +67,8 @@ class Settings:
         for name in ("steps", "tokens", "accumulate", "save_every", "keep", "log_every", "valid_every"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name}={getattr(self, name)}: it needs to be at least 1")
+        if abs(self.seed) > 2**32:
+            raise SpecError(f"seed={self.seed}: it needs to be between -2^32 and 2^32")
         if self.minutes is not None and not self.minutes > 0:
             raise SpecError(f"minutes={self.minutes}: it needs to be more than 0")
         if self.autocast not in (None, "bfloat16", "float16"):
@@ -382,12 +385,18 @@ class Trainer:
         means = {f"mean/{name}": t for name, t in (self.mean.state() if self.mean else {}).items()}
         return optimizer.state(self.optimizer, self.task) | means
 
+    @cached_property
+    def rows(self) -> str:
+        """The checksum of the training rows: a run resumes with the same ones only."""
+        return fingerprint(self.train)
+
     def save(self) -> Path:
         state = {
             "seconds": self.seconds,
             "predicted": self.predicted,
             "epoch": self.stream.epoch,
             "index": self.stream.index,
+            "rows": self.rows,
             "best": self.best if math.isfinite(self.best) else None,
             "bad": self.bad,
             "scale": self.scaler.state_dict(),
@@ -405,6 +414,11 @@ class Trainer:
         """Continue from a checkpoint exactly; the number of ranks may have changed."""
         checkpoint = checkpoints.read(self.folder, step, self.ranks)
         live, random, state = _tensors(self.task) | self._rest(), self._random(), checkpoint.state
+        if state.get("rows", self.rows) != self.rows:  # earlier versions stored none
+            raise FormatError(
+                f"the training rows are not those that the run in {self.folder} began with: its data has changed; "
+                f"restore it, or use another folder"
+            )
         shapes = checkpoint.shapes()
         _need_same(live, {name: shape for name, shape in shapes.items() if not name.startswith("random/")})
         random = {name: t for name, t in random.items() if name in shapes}

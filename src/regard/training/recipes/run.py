@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ... import files
-from ...errors import FormatError, RegardError
+from ...errors import FormatError, RegardError, SpecError
 from ...nn.serialization import load, save
 from ..data.datasets import Dataset
 from ..data.tokens import Tokens
@@ -46,6 +46,7 @@ class Run:
         self.ranks.on_first(self._claim)
         data = self.ranks.on_first(self._load)  # rank 0 trains the tokenizer, the others read it
         self.data: Dataset = self._load() if data is None else data
+        self._require_fitting_rows()
         torch.manual_seed(recipe.settings.seed)
         self.model = recipe.model.build().to(self.device)
         self.trainer = Trainer(
@@ -110,6 +111,17 @@ class Run:
 
     def _load(self) -> Dataset:
         return self.recipe.data.load(self.folder)
+
+    def _require_fitting_rows(self) -> None:
+        """Refuse validation and test rows that fit no batch, before hours of training rather than after them."""
+        tokens = self.recipe.settings.tokens
+        for part in ("valid", "test"):
+            longest = int(getattr(self.data, part).sizes.sum(1).max())
+            if longest > tokens:
+                raise SpecError(
+                    f"the longest row of {part} has {longest} tokens and a batch {tokens=}; raise tokens, or "
+                    f"shorten it"
+                )
 
     def _claim(self) -> None:
         """Write the recipe to the folder; refuse a folder of another recipe, or one where another process trains."""

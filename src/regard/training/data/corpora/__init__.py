@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
+from ....errors import SpecError
+
+CORPORA = ("en-es", "shakespeare")
+
 
 def folder(name: str) -> Path:
     """The folder of a corpus, `en-es` or `shakespeare`."""
+    if name not in CORPORA:
+        raise SpecError(f"no corpus {name!r}; the corpora are {', '.join(CORPORA)}")
     return Path(__file__).parent / name
