@@ -21,7 +21,7 @@ import torch
 from gpu_patterns import MAIN, OTHER, dense, tensors
 from torch.profiler import ProfilerActivity, profile
 
-from regard.engine.compiled_ops import Options
+from regard.engine.call import Options
 from regard.engine.cuda.call import HALF, task
 from regard.engine.cuda.host import PreparedAttention
 from regard.pattern import Pattern, causal, every, window

@@ -198,11 +198,10 @@ def test_a_prepared_call_has_gradients_and_double_backward(prepared):
 def test_sink_logits_and_lengths_have_gradients_and_double_backward(monkeypatch):
     """With formulas in place of the kernels, the backward one by the saved lse: what is left is autograd's."""
     from regard.engine import reference_backend
-    from regard.engine.call import Call
-    from regard.engine.compiled_ops import NO_SEED, Options
+    from regard.engine.call import NO_SEED, Call, Options
     from regard.engine.cuda import backend
 
-    def formula(qkv, extras, seed, options):
+    def formula(qkv, extras, options):
         with torch.no_grad():
             return reference_backend.attend(Call(*qkv, PATTERN, None, extras[2], scale=0.3, at=(0, 1)))
 

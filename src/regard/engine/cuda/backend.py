@@ -3,7 +3,7 @@
 Nothing here imports Triton before a call runs: the choice of a backend is the same on a machine without a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from ...errors import BackendError
 from ...pattern import Pattern, neighborhood
 from ...position import ByDistance
 from .. import reference_backend
-from ..call import Call, CallFacts, Outputs, Prepared, needs_grad
-from ..compiled_ops import NO_SEED, Options, sample_seed, sparse_attention
+from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared, needs_grad
+from ..compiled_ops import sample_seed, sparse_attention
 from ..plan import keys_visited, plan, run_formulas, why_masked
 
 MAX_HEAD_DIM = 256  # what the kernels hold
@@ -159,7 +159,8 @@ def _run(call: Call, f: CallFacts) -> Outputs:
     if f.grad or f.bias_grad or needs_grad(call.sink_logits):
         return _Attend.apply(*tensors, seed, options)
     at = call.at if isinstance(call.at, Tensor) else None
-    return _join_sink(*forward(tensors[:3], tensors[3:6], seed, options, at), call.sink_logits)
+    extras = Extras(table, slopes, call.lengths, seed, at)
+    return _join_sink(*forward(tensors[:3], extras, options), call.sink_logits)
 
 
 def _join_sink(o: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -180,7 +181,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *given):
         *tensors, seed, options = given
-        o, lse = _join_sink(*forward(tensors[:3], tensors[3:6], seed, options), tensors[6])
+        extras = Extras(tensors[3], tensors[4], tensors[5], seed)
+        o, lse = _join_sink(*forward(tensors[:3], extras, options), tensors[6])
         ctx.save_for_backward(*tensors, o, lse)
         ctx.seed, ctx.options = seed, options
         ctx.set_materialize_grads(False)
@@ -208,38 +210,27 @@ class _Attend(torch.autograd.Function):
             delta = delta if grad_lse is None else delta - grad_lse
             weights = (sink.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, -torch.inf).exp_()
             of_sink = -(weights * delta).sum((0, 2)).to(sink.dtype)
-        saved = (q, k, v, o, lse), (table, slopes, lengths)
-        gradients = backward((grad, grad_lse), *saved, ctx.seed, ctx.options, of_bias)
+        extras = Extras(table, slopes, lengths, ctx.seed)
+        gradients = backward((grad, grad_lse), (q, k, v, o, lse), extras, ctx.options, of_bias)
         return *gradients, None, of_sink, None, None
 
 
-def forward(
-    qkv: Any, extras: Any, seed: int, options: Options, at: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """o and lse. qkv: q, k, v; extras: table, slopes, lengths; at: the position of the query of each batch row."""
+def forward(qkv: Sequence[Tensor], extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
+    """o and lse. qkv: q, k, v."""
     from . import host
-    from .call import Extras, task
+    from .call import task
 
-    table, slopes, lengths = extras
-    more = Extras(table, slopes, lengths, seed, at)
     q, k, v = qkv
-    return host.forward(q, k, v, task(q, v, options, more), more)
+    return host.forward(q, k, v, task(q, v, options, extras), extras)
 
 
 def backward(
-    grads: tuple[Tensor | None, Tensor | None],
-    saved: Any,
-    extras: Any,
-    seed: int,
-    options: Options,
-    of_bias: bool,
+    grads: tuple[Tensor | None, Tensor | None], saved: Any, extras: Extras, options: Options, of_bias: bool
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, table and slopes; of the last two only if `of_bias`. saved: q, k, v, o, lse."""
     from . import host
-    from .call import Extras, task
+    from .call import task
 
     q, _, v, o, _ = saved
-    table, slopes, lengths = extras
-    more = Extras(table, slopes, lengths, seed)
     grad = torch.zeros_like(o) if grads[0] is None else grads[0]
-    return host.backward(saved, (grad, grads[1]), task(q, v, options, more), more, of_bias)
+    return host.backward(saved, (grad, grads[1]), task(q, v, options, extras), extras, of_bias)

@@ -23,6 +23,7 @@ SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly
 MERGED = 16  # rows whose parts one program merges
 HOPPER_WIDTHS = (64, 128)  # of the kernels for Hopper; heads that are narrower get zeros behind
 PARTS = "part_o", "part_lse"  # the workspace for the parts of split tiles
+TERMS = "lengths", "table", "slopes", "seed"  # arguments of the general kernels
 
 Launches = list[tuple[Launch, Arguments]]
 
@@ -45,7 +46,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
             h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
             S=_static(call, step, config, wide),
         )  # fmt: skip
-        names = "q", "k", "v", "o", "lse", *PARTS, *_extras(call), step.work.items, step.work.blocks
+        names = "q", "k", "v", "o", "lse", *PARTS, *TERMS, step.work.items, step.work.blocks
         of_step[step] = [(attend, names), _merge(call, step, step.work.joins)]
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
     return route, Program(inputs, _in_order(route, of_step), workspace, call.device)
@@ -91,8 +92,7 @@ def decode(call: CallLayout) -> Program | None:
         decode_kernel, heads * pieces, config, *q.strides[:2], *k.strides, *v.strides,
         h_kv, heads, m, task.start, pieces, *_numbers(call)[:2], S=sizes,
     )  # fmt: skip
-    others = ("lengths" if call.lengths else "lse"), ("at" if call.per_row else "lse")
-    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, *others))]
+    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, "lengths", "at"))]
     if pieces > 1:
         total = Launch(
             merge_kernel, heads * (rows // MERGED), config, h * d_v, group * d_v, d_v, h_kv, heads, group, 0, 0,
@@ -197,9 +197,9 @@ def _gradients(
         h, b * h, for_keys, n, task.start, task.step, task.scale, *_numbers(call),
         S=static._replace(GROUP=h // h_kv, HAS_DLSE=call.has_dlse),
     )  # fmt: skip
-    (stats, *others), dlse = buffers, "dlse" if call.has_dlse else "lse"
-    names = "q", "k", "v", "o", "do", "lse", dlse, stats, "dq", "dk", "dv", *others
-    return launch, (*names, *_extras(call), *tables)
+    stats, *others = buffers
+    names = "q", "k", "v", "o", "do", "lse", "dlse", stats, "dq", "dk", "dv", *others
+    return launch, (*names, *TERMS, *tables)
 
 
 def one_launch_backward(call: CallLayout) -> Backward | None:
@@ -234,7 +234,7 @@ def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Laun
             h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
             S=_static(call, step, config, wide)._replace(SPLIT=False, ACCUMULATES=False),
         )  # fmt: skip
-        names = "q", "k", "v", "do", "stats", "near", *_extras(call), step.work.items, step.work.blocks
+        names = "q", "k", "v", "do", "stats", "near", *TERMS, step.work.items, step.work.blocks
         launches.append((launch, names))
     return launches
 
@@ -305,12 +305,6 @@ def _numbers(call: CallLayout) -> tuple[Any, ...]:
     return base2(task.scale), cap, task.reach or 0, below, 1.0 / (1.0 - task.dropout_p)
 
 
-def _extras(call: CallLayout) -> tuple[str, ...]:
-    """Lengths, table, slopes and seed; lse is passed for those that are absent, and is not read."""
-    there = call.optional_inputs
-    return *(name if name in there else "lse" for name in ("lengths", "table", "slopes")), "seed"
-
-
 # The kernels for Hopper
 
 
@@ -340,11 +334,10 @@ def routes(
 def takes_hopper(call: CallLayout) -> bool:
     """Whether the kernels for Hopper support such a call.
 
-    They need 16-bit types, one head width for all, no bias, softcap, dropout or lengths. The scale may not be
-    negative, because the largest score is scaled last.
+    They need 16-bit types, one head width for all, no bias, softcap, dropout or lengths.
     """
-    task, d = call.task, call.tensors[0].shape[-1]
-    if call.lengths or not task.plain or task.scale < 0 or call.dtype.itemsize != 2:
+    d = call.tensors[0].shape[-1]
+    if call.lengths or not call.task.plain or call.dtype.itemsize != 2:
         return False
     if padded(d) not in HOPPER_WIDTHS or exceeds_int32(*call.tensors):
         return False
