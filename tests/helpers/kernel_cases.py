@@ -237,7 +237,7 @@ PREPARED = (
 )  # run as prepared calls too; on a GPU every case is
 
 
-LONG = 2100  # its backward pass takes several launches: see cuda/backend.py, MAX_PAIRS
+LONG = 2100  # its backward pass takes several launches: see cuda/call.py, MAX_PAIRS
 LARGE = {
     "full": full(),
     "causal": causal(),

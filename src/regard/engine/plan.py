@@ -143,15 +143,13 @@ class Request:
 def plan(
     pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128, by_keys: bool = False
 ) -> Plan:
-    """The plan of a pattern without data: query r of n is at position start + step · r, over keys 0 … m − 1."""
+    """The plan of a pattern without data: query r of n is at position start + step · r, over keys 0 … m − 1.
+
+    by_keys: the same pairs read from the keys: tiles are of keys, parts are progressions of query rows.
+    """
     if isinstance(made := _cached(pattern, n, m, start, step, tile, by_keys), str):
         raise NoPlan(made)
     return made
-
-
-def transposed(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> Plan:
-    """The same pairs read from the keys: tiles are of keys, parts are progressions of query rows."""
-    return plan(pattern, n, m, start, step, tile, by_keys=True)
 
 
 def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str | None:

@@ -117,8 +117,7 @@ def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
 
 
 def test_short_plain_calls_with_stored_configurations_take_one_launch():
-    from regard.engine.cuda import backend
-    from regard.engine.cuda.call import CallLayout, one_launch_config
+    from regard.engine.cuda.call import MAX_ALL_PAIRS, MAX_PAIRS, CallLayout, one_launch_config
     from regard.engine.cuda.call import contiguous as dense
 
     def config_of(task, tensors, dtype):
@@ -128,7 +127,7 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
     assert config_of(task(), layouts(), half) is not None
     assert config_of(task(128, 40), layouts(d_k=128, d_v=40), half) is not None
     assert config_of(task(dtype=torch.float32), layouts(), torch.float32) is not None
-    side, heads = int(backend.MAX_PAIRS**0.5), backend.MAX_ALL_PAIRS // backend.MAX_PAIRS
+    side, heads = int(MAX_PAIRS**0.5), MAX_ALL_PAIRS // MAX_PAIRS
     assert config_of(task(), layouts(side, side), half) is not None
     assert config_of(task(), layouts(side, side, h=heads), half) is not None
     assert config_of(task(), layouts(side, side, h=heads + 2), half) is None

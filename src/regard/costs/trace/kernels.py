@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ...engine.compiled_ops import options_of
-from ...engine.cuda.backend import one_launch
+from ...engine.cuda.call import one_launch
 from .attention import Gpu, Need
 
 Needs = Callable[[tuple, list[Tensor]], int | Need]

@@ -17,6 +17,7 @@ from .. import reference_backend
 from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared, needs_grad
 from ..compiled_ops import sample_seed, sparse_attention
 from ..plan import keys_visited, plan, run_formulas, why_masked
+from .call import CallLayout, Task, contiguous, one_launch, task
 
 MAX_HEAD_DIM = 256  # what the kernels hold
 MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
@@ -25,9 +26,6 @@ MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
 # call, which is as much as SDPA's (gpu_rows.py, host), and with lengths, a bias or other terms.
 PAIR, PAIR_GRAD, QUERY = 2.0 * 5e-13, 8.0 * 5e-13, 64 * 5e-13
 CALL, CALL_ONE_LAUNCH, CALL_GRAD, CALL_TERMS_GRAD = 20e-6, 0.0, 40e-6, 130e-6
-# Pairs of a head up to which the backward pass is one launch, and of all heads, by estimate. It takes the CPU 30 µs,
-# three launches take 40; the GPU takes 1.1 to 1.2 times as long at n = 1024, twice at 2048 (gpu_rows.py, short).
-MAX_PAIRS, MAX_ALL_PAIRS, MAX_WIDTH = 1 << 20, 1 << 28, 128
 
 
 class Triton:
@@ -100,12 +98,8 @@ def variant(f: CallFacts) -> str:
     """Which kernels run, for contiguous tensors: those for Hopper, one launch for the whole backward pass."""
     if torch.compiler.is_compiling():
         return "general kernels"
-    if _decodes(f):
-        return "one query" + (", one-launch backward" if f.grad and _backward_in_one_launch(f) else "")
-    names = ["Hopper" if _hopper_passes(f) else "general kernels"]
-    if f.grad and _backward_in_one_launch(f):
-        names.append("one-launch backward")
-    return ", ".join(names)
+    name = "one query" if _decodes(f) else "Hopper" if _hopper_passes(f) else "general kernels"
+    return f"{name}, one-launch backward" if f.grad and _backward_in_one_launch(f) else name
 
 
 def _backward_in_one_launch(f: CallFacts) -> bool:
@@ -117,16 +111,10 @@ def _terms(f: CallFacts) -> bool:
     return f.lengths or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
 
 
-def one_launch(n: int, m: int, heads: int, width: int) -> bool:
-    """Whether the backward pass is one launch, as for calls so short that the GPU would wait for the CPU."""
-    return n * m <= MAX_PAIRS and heads * n * m <= MAX_ALL_PAIRS and width <= MAX_WIDTH
-
-
 def _hopper_passes(f: CallFacts) -> tuple[Any, ...]:
     """The passes of the Hopper forward kernel; none if another kernel runs the call."""
     if f.device_type != "cuda" or not torch.cuda.is_available() or _terms(f):
         return ()
-    from .call import CallLayout, contiguous
     from .launches import routes
 
     layouts = tuple(contiguous(*x.shape) for x in f.like())
@@ -135,9 +123,7 @@ def _hopper_passes(f: CallFacts) -> tuple[Any, ...]:
     return routes(call, configs.forward, configs.hopper_forward, False)[1].steps
 
 
-def _plain_task(f: CallFacts) -> Any:
-    from .call import task
-
+def _plain_task(f: CallFacts) -> Task:
     q, _, v = f.like()
     return task(q, v, Options(f.pattern, *f.offset, f.factor))
 
@@ -218,7 +204,6 @@ class _Attend(torch.autograd.Function):
 def forward(qkv: Sequence[Tensor], extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
     """o and lse. qkv: q, k, v."""
     from . import host
-    from .call import task
 
     q, k, v = qkv
     return host.forward(q, k, v, task(q, v, options, extras), extras)
@@ -229,7 +214,6 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, table and slopes; of the last two only if `of_bias`. saved: q, k, v, o, lse."""
     from . import host
-    from .call import task
 
     q, _, v, o, _ = saved
     grad = torch.zeros_like(o) if grads[0] is None else grads[0]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ..call import Extras, Options
-from .backend import one_launch
 
 LOG2E = 1.4426950408889634
 
@@ -232,6 +231,16 @@ class CallLayout(NamedTuple):
         return tuple(compress(OPTIONAL_INPUTS, (self.has_dlse, *of_bias, self.lengths > 0, self.per_row)))
 
 
+# Pairs of a head up to which the backward pass is one launch, and of all heads, by estimate. It takes the CPU 30 µs,
+# three launches take 40; the GPU takes 1.1 to 1.2 times as long at n = 1024, twice at 2048 (gpu_rows.py, short).
+MAX_PAIRS, MAX_ALL_PAIRS, MAX_WIDTH = 1 << 20, 1 << 28, 128
+
+
+def one_launch(n: int, m: int, heads: int, width: int) -> bool:
+    """Whether the backward pass is one launch, as for calls so short that the GPU would wait for the CPU."""
+    return n * m <= MAX_PAIRS and heads * n * m <= MAX_ALL_PAIRS and width <= MAX_WIDTH
+
+
 def one_launch_config(call: CallLayout) -> Config | None:
     """The configuration of the one-launch backward; None if the call is too long or too wide, or has extras.
 
@@ -242,8 +251,5 @@ def one_launch_config(call: CallLayout) -> Config | None:
     is_stored = call.task.configs is default(d_k, d_v, call.dtype)
     if not is_stored or call.lengths or not call.task.plain or not one_launch(n, m, b * h, width):
         return None
-    return (
-        None
-        if exceeds_int32(*call.tensors)
-        else (ONE_LAUNCH_SINGLE if call.dtype == torch.float32 else ONE_LAUNCH_HALF)[width]
-    )
+    stored = ONE_LAUNCH_SINGLE if call.dtype == torch.float32 else ONE_LAUNCH_HALF
+    return None if exceeds_int32(*call.tensors) else stored[width]
