@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ...pattern import Pattern, Run, classify
 from ...progression import Ints
-from ..plan import Pass, plan
+from ..plan import Pass, conjuncts, plan
 from .call import Config
-from .mask import NO_KEY_FREE, Free, band, conjuncts, lines, marks, narrowed, without_certain_words
+from .mask import NO_KEY_FREE, Free, band, lines, marks, narrowed, without_certain_words
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile

@@ -118,9 +118,7 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
 
 MEMBERS = 64  # the number of members of a tile, and of a block
 MAX_LISTS = 1 << 14  # for all kinds of tiles together: 20 MiB
-LIST = (
-    MEMBERS + 4 * MEMBERS
-)  # words of a listed block: its keys; then four words of sixteen bits for each query
+LIST = MEMBERS + 4 * MEMBERS  # words of a list: keys; then four words of sixteen bits for each query
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,9 +201,7 @@ def _lists(along: list[tuple[Ints, NDArray[np.bool_]]], strides: list[int]) -> l
     return made
 
 
-def _schedule(
-    grid: neighborhood, box: tuple[int, ...], along: list[Along], device: torch.device
-) -> Schedule:  # fmt: skip
+def _schedule(grid: neighborhood, box: tuple[int, ...], along: list[Along], device: torch.device) -> Schedule:
     strides = [prod(grid.grid[at + 1 :]) for at in range(len(box))]
     words = [np.zeros(LIST, dtype=np.int64)]  # EMPTY_LIST
     # For each kind of tile, its lists and the number of keys of each.
