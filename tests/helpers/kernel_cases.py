@@ -578,9 +578,8 @@ def branches(case: Case, configs: Any) -> list[str]:
     out = []
     for direction, config in ("by rows", configs.forward), ("by keys", configs.dkv):
         by_keys = direction == "by keys"
-        route = device_passes(
-            (case.pattern, start, step), (case.n, case.m), config, by_keys, torch.device("cpu")
-        )
+        place = case.pattern, case.n, case.m, start, step
+        route = device_passes(place, config, by_keys, torch.device("cpu"))
         for one in route.steps:
             split, goes_on = "split" if one.work.slots else "whole", "goes on" if one.accumulates else "first"
             out.append(f"{direction}, {split}, {goes_on}")

@@ -249,12 +249,8 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     expanded to that of the others.
     """
     four = q.dim() == k.dim() == v.dim() == 4
-    if (
-        four
-        and q.shape[0] == k.shape[0]
-        and k.shape[:2] == v.shape[:2]
-        and (q.shape[1] != 1 or k.shape[1] == 1)
-    ):
+    same_front = four and q.shape[0] == k.shape[0] and k.shape[:2] == v.shape[:2]
+    if same_front and (q.shape[1] != 1 or k.shape[1] == 1):
         return q, k, v, None
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 2:

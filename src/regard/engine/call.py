@@ -22,6 +22,7 @@ from ..reference import Ties, default_scale
 Bias = ByDistance | Tensor | None
 T = TypeVar("T")
 Outputs = tuple[Tensor, Tensor | None]  # o, and the log-sum-exp where it was computed
+Place = tuple[Pattern, int, int, int, int]  # pattern, n, m, start, step: what a plan depends on
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +211,7 @@ class CallFacts:
         return query_offset(self.pattern, self.n, self.m, at)
 
     @property
-    def place(self) -> tuple[Pattern, int, int, int, int]:
-        """Pattern, n, m, start, step: what a plan depends on."""
+    def place(self) -> Place:
         return (self.pattern, self.n, self.m, *self.offset)
 
     @property

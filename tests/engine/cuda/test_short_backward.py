@@ -144,7 +144,7 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
 def test_the_tables_are_made_once_for_a_pattern_and_a_shape():
     from regard.engine.cuda.tile_lists import tables
 
-    given = causal() & window(9), (97, 101), (4, 1), (64, 64), torch.device("cpu")
+    given = (causal() & window(9), 97, 101, 4, 1), (64, 64), torch.device("cpu")
     (items, members, blocks), for_keys = tables(*given)
     assert tables(*given)[0][0] is items
     assert (for_keys, len(items)) == (2, 4)

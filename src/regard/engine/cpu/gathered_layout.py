@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ... import compat
 from ...pattern import Pattern, neighborhood
+from ..call import Place
 from ..parts import row_steps
 from .kernels import SAVED_WEIGHTS, Buffers, product
 
@@ -43,10 +44,8 @@ class Shape(NamedTuple):
         return self.tiles * self.rows * self.keys
 
 
-def fastest(
-    place: tuple[Pattern, int, int, int, int], heads: int, d: int, grad: bool
-) -> tuple[Shape, float] | None:
-    """The fastest shape for a call with heads d wide, and its nanoseconds. place: pattern, n, m, start, step.
+def fastest(place: Place, heads: int, d: int, grad: bool) -> tuple[Shape, float] | None:
+    """The fastest shape for a call with heads d wide, and its nanoseconds.
 
     None where there is one tile and nothing is differentiated: that is one call of the fused op.
     """

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...pattern import Pattern
-from ..call import Extras, Options
+from ..call import Extras, Options, Place
 
 LOG2E = 1.4426950408889634
 
@@ -214,6 +214,10 @@ class CallLayout(NamedTuple):
         """b, h, h_kv, n, m, d_k, d_v."""
         q, k, v = (x.shape for x in self.tensors[:3])
         return q[0], q[1], k[1], q[2], k[2], q[3], v[3]
+
+    @property
+    def place(self) -> Place:
+        return self.task.pattern, self.sizes[3], self.sizes[4], self.task.start, self.task.step
 
     @property
     def output(self) -> Layout:

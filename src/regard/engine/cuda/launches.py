@@ -116,8 +116,7 @@ def backward(call: CallLayout) -> Backward:
 
 def passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
     """The passes of the plan, by tiles of queries or of keys."""
-    task, (_, _, _, n, m, _, _) = call.task, call.sizes
-    return device_passes((task.pattern, task.start, task.step), (n, m), config, by_keys, call.device)
+    return device_passes(call.place, config, by_keys, call.device)
 
 
 def general_backward(call: CallLayout) -> Backward:
@@ -180,7 +179,7 @@ def gradients(
         of_step[step] = [_gradients(call, programs, config, made, (q, k, v), buffers, tables)]
         for name, out, at in outs:
             query_offset = (0, 1) if by_keys else (task.start, task.step)
-            total = _sum(out, (at, width), step, step.work.joins, config, query_offset, wide)
+            total = _sum(out, (at, width), step, step.work.joins, config, query_offset)
             of_step[step].append((total, (name, "part", step.work.joins)))
     slots = max((step.work.slots for step in route.steps), default=0)
     return of_step, slots * heads * config.tile * width
@@ -207,11 +206,10 @@ def one_launch_backward(call: CallLayout) -> Backward | None:
     config = one_launch_config(call)
     if config is None:
         return None
-    (b, h, h_kv, n, m, _, _), task, outs = call.sizes, call.task, tuple(x.like() for x in call.tensors[:3])
-    query_offset, tile = (task.start, task.step), (config.tile, config.block)
-    lists, for_keys = tables(task.pattern, (n, m), query_offset, tile, call.device)
+    (b, h, h_kv, *_), outs = call.sizes, tuple(x.like() for x in call.tensors[:3])
+    lists, for_keys = tables(call.place, (config.tile, config.block), call.device)
     programs = for_keys * b * h_kv + (len(lists[0]) - for_keys) * b * h
-    made = static(task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
+    made = static(call.task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
     launch = _gradients(call, programs, config, made, outs, ("lse",) * 3, lists, for_keys)
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
     return Backward(_like_inputs, Program(inputs, [launch], {}, call.device))
@@ -264,20 +262,14 @@ def _bias_programs(call: CallLayout, counts: list[int]) -> int:
 
 
 def _sum(
-    out: Layout,
-    part: tuple[int, int],
-    step: DevicePass,
-    joins: Tensor,
-    config: Config,
-    at: tuple[int, int],
-    wide: bool,
+    out: Layout, part: tuple[int, int], step: DevicePass, joins: Tensor, config: Config, at: tuple[int, int]
 ) -> Launch:
     """Adds up the parts of split tiles. part: where a row of `out` begins in a row of parts, and how long that is."""
     b, h, _, d = out.shape
     return Launch(
         sum_kernel, len(joins) * b * h * (config.tile // SLICE), config, *out.strides, h, b * h, *at, part[0],
         keep=_kept(step), R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=part[1],
-        ACCUMULATES=step.accumulates, WIDE=wide,
+        ACCUMULATES=step.accumulates, WIDE=exceeds_int32(out),
     )  # fmt: skip
 
 

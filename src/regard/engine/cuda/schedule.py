@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...pattern import Pattern, Run, classify
 from ...progression import Ints
+from ..call import Place
 from ..plan import Pass, conjuncts, plan
 from .call import Config
 from .mask import NO_KEY_FREE, Free, band, lines, marks, narrowed, without_certain_words
@@ -291,22 +292,14 @@ class DevicePasses:
 
 
 @lru_cache(maxsize=256)
-def device_passes(
-    where: tuple[Pattern, int, int],
-    size: tuple[int, int],
-    config: Config,
-    by_keys: bool,
-    device: torch.device,
-) -> DevicePasses:
-    """The passes of the plan, or of the transposed plan (by_keys), on a device.
-
-    where: pattern, start, step. size: n, m.
-    """
-    sides = _Sides(*where[1:], by_keys)
-    written = np.zeros(size[by_keys], dtype=bool)
+def device_passes(place: Place, config: Config, by_keys: bool, device: torch.device) -> DevicePasses:
+    """The passes of the plan, or of the transposed plan (by_keys), on a device."""
+    _, n, m, start, step = place
+    sides = _Sides(start, step, by_keys)
+    written = np.zeros(m if by_keys else n, dtype=bool)
     steps: list[DevicePass] = []
     covers = False
-    for one, keep in _kept_passes(where, size, config.tile, by_keys):
+    for one, keep in _kept_passes(place, config.tile, by_keys):
         mine = _owned(one, keep, sides)
         accumulates = bool(written[mine].any())
         covers = covers or (not accumulates and not steps and len(mine) == len(written))
@@ -317,23 +310,20 @@ def device_passes(
     return DevicePasses(tuple(steps), covers)
 
 
-def _kept_passes(
-    where: tuple[Pattern, int, int], size: tuple[int, int], tile: int, by_keys: bool
-) -> Iterator[tuple[Pass, Pattern | None]]:
+def _kept_passes(place: Place, tile: int, by_keys: bool) -> Iterator[tuple[Pass, Pattern | None]]:
     """The passes of a plan without the conditions on a tile's own members, and those conditions.
 
     `window(128) - every(64)` by tiles of keys is a window of which every 64th key is computed and discarded:
     otherwise each block would need a mask for a key or two, which costs more than computing those keys.
     """
-    (pattern, start, step), (n, m) = where, size
-    for one in plan(pattern, n, m, start, step, tile, by_keys).passes:
+    for one in plan(*place, tile, by_keys).passes:
         own: list[Pattern] = []
         others: list[Pattern] = []
         for condition in conjuncts(one.pattern):
             reads_others = condition.reads_query if by_keys else condition.reads_key
             (others if reads_others else own).append(condition)
         if own and others:
-            core = plan(reduce(and_, others), n, m, start, step, tile, by_keys)
+            core = plan(reduce(and_, others), *place[1:], tile, by_keys)
             if len(core.passes) == 1 and core.computed <= 1.1 * one.computed:
                 yield core.passes[0], reduce(and_, own)
                 continue
