@@ -301,7 +301,7 @@ def _pieces(
     by_query = queries.argsort(stable=True)  # the first of those of a query is its own, the others fill up
     own_row = torch.ones_like(queries, dtype=torch.bool)
     own_row[by_query[1:]] = queries[by_query].diff() != 0
-    in_order = torch.equal(queries, torch.arange(heads * n, device="cpu"))
+    in_order = len(tiles) == 1 and torch.equal(queries, torch.arange(heads * n, device="cpu"))
     total, before, pieces = (len(queries), len(own)), (0, 0), []
     for one, keys, queries in zip(tiles, index, rows):
         (_, count, r, l), table = one.shape, one.table | ~one.table.any(-1, keepdim=True)
