@@ -121,10 +121,8 @@ def weights(
     call, front = _checked(q, k, k, pattern, lengths=lengths, bias=bias, **options)
     call = call.hide()
     k = reference.repeat_heads(call.k, call.q.shape[1])
-    terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sink_logits": call.sink_logits}
-    found = reference.attend(
-        call.q, k, k, call.allowed(), bias=call.dense_bias(), ties=call.ties, **terms
-    ).weights
+    terms = {name: getattr(call, name) for name in ("scale", "softcap", "sink_logits", "ties")}
+    found = reference.attend(call.q, k, k, call.allowed(), bias=call.dense_bias(), **terms).weights
     return found if front is None else found.reshape(*front, *found.shape[2:])
 
 

@@ -130,7 +130,8 @@ def general_backward(call: CallLayout) -> Backward:
     learns_table = call.bias_gradient and task.reach is not None
     sums = [f"far{nth}" for nth in range(len(counts))] if call.bias_gradient else []
     if learns_table:
-        programs = _bias_programs(call, counts)
+        # Each with a row of sums per head: about as many as a GPU runs at a time, and no more than items.
+        programs = min(max(2 * _multiprocessors(device) // (b * h), 1), max(counts, default=1))
         launches += table_gradient(call, by_queries, programs)
         sums.append("near")
     workspace = {"stats": b * h * n * 4, "part": max(part, part_of_keys)}
@@ -151,7 +152,7 @@ def general_backward(call: CallLayout) -> Backward:
             made.append(torch.zeros((programs, b, h, 2 * reach + 1), device=device))
         return tuple(made)
 
-    return Backward(outputs, program)
+    return outputs, program
 
 
 def gradients(
@@ -212,7 +213,7 @@ def one_launch_backward(call: CallLayout) -> Backward | None:
     made = static(call.task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
     launch = _gradients(call, programs, config, made, outs, ("lse",) * 3, lists, for_keys)
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
-    return Backward(_like_inputs, Program(inputs, [launch], {}, call.device))
+    return _like_inputs, Program(inputs, [launch], {}, call.device)
 
 
 def _like_inputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -252,13 +253,6 @@ def bias_gradients(call: CallLayout, sums: tuple[Tensor, ...]) -> tuple[Tensor |
         near[:, 0] += far[:, 0]
         near[:, -1] += far[:, 1]
     return near, -far[:, 2] if call.task.has_slopes else None
-
-
-def _bias_programs(call: CallLayout, counts: list[int]) -> int:
-    """Programs per head, each with a row of sums: about as many as a GPU runs at a time, and no more than items."""
-    b, h = call.sizes[:2]
-    at_a_time = 2 * _multiprocessors(call.device)
-    return min(max(at_a_time // (b * h), 1), max(counts, default=1))
 
 
 def _sum(
@@ -373,7 +367,7 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     program = Program(inputs, launches, workspace, device, zeroed=zeroed)
     one_tensor = any(launch.kernel is sum_kernel for launch, _ in for_keys)
     if make is torch.empty and not one_tensor and all(x == contiguous(*x.shape) for x in call.tensors[:3]):
-        return Backward(_like_inputs, program)
+        return _like_inputs, program
 
     def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """dk and dv as halves of one tensor, so that one launch adds up the parts of both."""
@@ -381,4 +375,4 @@ def hopper_backward(call: CallLayout) -> Backward | None:
             return make((3, *q), dtype=dtype, device=device).unbind(0)
         return make(q, dtype=dtype, device=device), *make((2, *k), dtype=dtype, device=device).unbind(0)
 
-    return Backward(outputs, program)
+    return outputs, program

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -134,8 +134,5 @@ class Program:
             ]
 
 
-class Backward(NamedTuple):
-    """A prepared backward pass."""
-
-    outputs: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]  # (q, k, v, …) → dq, dk, dv, to be filled
-    program: Program
+# A prepared backward pass: (q, k, v, …) → dq, dk, dv, to be filled; and what fills them.
+Backward = tuple[Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], Program]
