@@ -250,8 +250,6 @@ class CallFacts:
     @property
     def data_rows(self) -> int:
         """The batch rows in which the pattern's data may differ; its pairs are counted over all of them."""
-        if not self.pattern.has_data:
-            return 1
         leaves = list(self.pattern.leaves())
         rows = [len(leaf.ids) for leaf in leaves if isinstance(leaf, documents) and leaf.ids.dim() > 1]
         rows += [len(leaf.l) for leaf in leaves if isinstance(leaf, pattern_lengths)]

@@ -62,8 +62,6 @@ class Launch:
 
     def __call__(self, *given: Tensor | int) -> None:
         """Launch through Triton; the first time, compile for these tensors."""
-        if not self.grid[0]:
-            return
         if self.compiled is not None:
             self.compiled[self.grid](*given, *self.rest)
             return
