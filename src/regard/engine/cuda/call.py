@@ -39,14 +39,17 @@ class Config:
     lines: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Configs:
+    """Compared by identity: a key of every call."""
+
     forward: Config
     dq: Config
     dkv: Config
     hopper_forward: Config | None = None  # of the kernels for Hopper; None: only the general ones
     hopper_dq: Config | None = None
     hopper_dkv: Config | None = None
+    one_launch: Config | None = None  # of a backward pass by one launch; None: it takes several
 
     def without_caps(self) -> "Configs":
         """For calls with a bias, a softcap or dropout: their kernels would spill registers under a cap."""
@@ -55,26 +58,23 @@ class Configs:
 
 
 HALF = {  # by the larger of the two padded widths
-    32: Configs(Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
+    32: Configs(*[Config(128, 64, 4, 3)] * 3, one_launch=Config(64, 64, 4, 2)),
     64: Configs(
         Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 168),
-        Config(64, 64, 4, 1, 128, lines=True), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1),
+        Config(64, 64, 4, 1, 128, lines=True), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1), Config(64, 64, 4, 2),
     ),
     128: Configs(
         Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2),
-        Config(64, 64, 4, 1, 168, lines=True), Config(64, 64, 4, 1), Config(64, 64, 4, 1),
+        Config(64, 64, 4, 1, 168, lines=True), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 8, 2),
     ),
     256: Configs(Config(128, 64, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 3)),
 }  # fmt: skip
 SINGLE = {  # IEEE products run on the ordinary arithmetic units: larger tiles would overflow the registers
-    32: Configs(Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    64: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    128: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    256: Configs(Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    32: Configs(Config(64, 32, 4, 2), *[Config(32, 32, 4, 2)] * 2, one_launch=Config(32, 32, 8, 1)),
+    64: Configs(*[Config(32, 32, 4, 2)] * 3, one_launch=Config(32, 32, 8, 1)),
+    128: Configs(Config(32, 32, 4, 2), *[Config(32, 32, 4, 1)] * 2, one_launch=Config(16, 32, 8, 1)),
+    256: Configs(Config(16, 32, 4, 1), *[Config(16, 16, 4, 1)] * 2),
 }
-
-ONE_LAUNCH_HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}  # of a backward pass by one launch
-ONE_LAUNCH_SINGLE = {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)}
 
 
 def padded(d: int) -> int:
@@ -246,14 +246,8 @@ def one_launch(n: int, m: int, heads: int, width: int) -> bool:
 
 
 def one_launch_config(call: CallLayout) -> Config | None:
-    """The configuration of the one-launch backward; None if the call is too long or too wide, or has extras.
-
-    Also None if the task has its own configuration, which is for the general kernels.
-    """
+    """The configuration of the one-launch backward; None if there is none, or if the call is too long or too wide, or
+    has extras."""
     b, h, _, n, m, d_k, d_v = call.sizes
-    width = max(64, padded(d_k), padded(d_v))
-    is_stored = call.task.configs is default(d_k, d_v, call.dtype)
-    if not is_stored or call.lengths or not call.task.plain or not one_launch(n, m, b * h, width):
-        return None
-    stored = ONE_LAUNCH_SINGLE if call.dtype == torch.float32 else ONE_LAUNCH_HALF
-    return None if exceeds_int32(*call.tensors) else stored[width]
+    short = one_launch(n, m, b * h, max(d_k, d_v)) and not exceeds_int32(*call.tensors)
+    return call.task.configs.one_launch if short and call.task.plain and not call.lengths else None

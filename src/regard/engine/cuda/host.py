@@ -171,9 +171,7 @@ def _min_value_width(q: Tensor) -> int:
 
 def _device_of(q: Tensor) -> AbstractContextManager[Any]:
     """Makes the device of q the current one, if it is not."""
-    if not q.is_cuda or q.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(q.device)
+    return nullcontext() if _on_current_device(q) else torch.cuda.device(q.device)
 
 
 # Repeated calls without bias, dropout and log-sum-exp. In a short call the GPU waits for Python; here everything but
