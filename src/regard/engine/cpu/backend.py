@@ -158,7 +158,7 @@ def _listed(f: CallFacts) -> Prepared | None:
     if f.pattern.device is not None and f.pattern.device.type != "cpu":
         return None
     f.pattern.check_data(f.m)
-    tiles = gathered_layout.gathered_by_rows(*f.place)
+    tiles = gathered_layout.gathered_by_rows(f.place)
     shapes = [one.shape for one in tiles or ()]
     pairs = sum(shape.pairs for shape in shapes)
     if tiles is None or 2 * pairs > f.n * f.m:

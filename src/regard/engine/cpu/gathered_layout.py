@@ -114,21 +114,20 @@ def gathered(allowed: Bool[Tensor, "n m"], shape: Shape) -> Gathering:
     return Gathering.of(shape, rows, [(keys, table[:, keys]) for keys, table in zip(some, tables)])
 
 
-def gathered_by_rows(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Gathering, ...] | None:
+def gathered_by_rows(place: Place) -> tuple[Gathering, ...] | None:
     """Tiles of a pattern with data, whose pairs are enumerated a tile at a time; None where data differ by batch row.
 
     Cached for the tensors as they are: a change in place has another version, unless it is unknown.
     """
-    data = [x for leaf in pattern.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
+    data = [x for leaf in place[0].leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
     versions = tuple(map(compat.version, data))
     make = _gathered_by_rows.__wrapped__ if None in versions else _gathered_by_rows
-    return make(pattern, n, m, start, step, versions)
+    return make(place, versions)
 
 
 @lru_cache(maxsize=16)
-def _gathered_by_rows(
-    pattern: Pattern, n: int, m: int, start: int, step: int, versions: tuple[int | None, ...]
-) -> tuple[Gathering, ...] | None:
+def _gathered_by_rows(place: Place, versions: tuple[int | None, ...]) -> tuple[Gathering, ...] | None:
+    pattern, n, m, start, step = place
     order = _blocks(pattern, n) if (start, step) == (0, 1) else torch.arange(n, device="cpu")
     rows = _filled(order, -(-n // DATA_ROWS) * DATA_ROWS).view(-1, DATA_ROWS)
     j, tiles = torch.arange(m, device="cpu"), []

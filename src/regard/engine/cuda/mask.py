@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from ...errors import BackendError
 from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, classify, full, neighborhood
 from ...pattern.classification import of_relation
 from ...progression import FAR, Ints
@@ -36,16 +35,12 @@ Free = tuple[int, int]  # (k, r): places ≡ r mod k
 
 
 def expression(pattern: Pattern) -> str:
-    """The condition on positions i and j as Triton source.
+    """The condition on positions i and j as Triton source. Of words with data, only grids have one.
 
     >>> from regard.pattern import causal, every
     >>> expression(causal() & ~every(4))
     '((j <= i) & ((j % 4 == 0) == 0))'
     """
-    if any(word.has_data and not isinstance(word, neighborhood) for word in pattern.leaves()):
-        raise BackendError(
-            f"{pattern!r} carries data: no Triton kernel can be made of it; backend='auto' masks it"
-        )
     return pattern.fold(
         lambda word: word.condition() if isinstance(word, neighborhood) else _condition(word.relation),
         "({} & {})".format,

@@ -317,11 +317,9 @@ def _kept_passes(place: Place, tile: int, by_keys: bool) -> Iterator[tuple[Pass,
     otherwise each block would need a mask for a key or two, which costs more than computing those keys.
     """
     for one in plan(*place, tile, by_keys).passes:
-        own: list[Pattern] = []
-        others: list[Pattern] = []
-        for condition in conjuncts(one.pattern):
-            reads_others = condition.reads_query if by_keys else condition.reads_key
-            (others if reads_others else own).append(condition)
+        conditions = conjuncts(one.pattern)
+        others = [x for x in conditions if (x.reads_query if by_keys else x.reads_key)]
+        own = [x for x in conditions if x not in others]
         if own and others:
             core = plan(reduce(and_, others), *place[1:], tile, by_keys)
             if len(core.passes) == 1 and core.computed <= 1.1 * one.computed:
