@@ -52,7 +52,7 @@ def run(name: str) -> None:
     """Forward and backward, twice; the second time under the profiler."""
     import torch
 
-    from regard.engine.compiled_ops import Options
+    from regard.engine.call import Options
     from regard.engine.cuda import host
     from regard.engine.cuda.call import task
 

@@ -27,7 +27,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard as rg
-from regard.engine.compiled_ops import Options
+from regard.engine.call import Options
 from regard.engine.cuda.call import task
 from regard.engine.cuda.host import PreparedAttention
 from regard.position import ByDistance

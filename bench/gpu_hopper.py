@@ -21,22 +21,14 @@ import torch
 from gpu_patterns import MAIN, OTHER, dense, tensors
 from torch.profiler import ProfilerActivity, profile
 
-from regard.engine.compiled_ops import Options
+from regard.engine.call import Options
 from regard.engine.cuda.call import HALF, task
 from regard.engine.cuda.host import PreparedAttention
 from regard.pattern import Pattern, causal, every, window
 
 PLAIN = "plain Triton"
-VARIANTS = {
-    128: {
-        "stored": HALF[128],
-        PLAIN: replace(HALF[128], hopper_forward=None, hopper_dq=None, hopper_dkv=None),
-    },
-    64: {
-        "stored": HALF[64],
-        PLAIN: replace(HALF[64], hopper_forward=None, hopper_dq=None, hopper_dkv=None),
-    },
-}
+NONE = dict.fromkeys(("hopper_forward", "hopper_dq", "hopper_dkv", "one_launch"))
+VARIANTS = {d: {"stored": HALF[d], PLAIN: replace(HALF[d], **NONE)} for d in (128, 64)}
 TIMED = MAIN[2], MAIN[0], MAIN[3], MAIN[1]
 SHORT_NAMES = (
     "hopper_forward",

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import regard as rg
-from regard.engine.compiled_ops import Options
+from regard.engine.call import Options
 from regard.engine.cuda import host
 from regard.engine.cuda.call import task
 

@@ -236,7 +236,7 @@ def terms(out: list, rate: float, flex: bool) -> None:
 
 
 def short(out: list, rate: float, flex: bool) -> None:
-    from regard.engine.compiled_ops import Options
+    from regard.engine.call import Options
     from regard.engine.cuda import host
     from regard.engine.cuda.call import task
 

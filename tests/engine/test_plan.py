@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from regard.engine import plan as planner
 from regard.engine.parts import ALL, LIMITS, NONE, SOME, cover
-from regard.engine.plan import NoPlan, clauses, plan, transposed
+from regard.engine.plan import NoPlan, clauses, plan
 from regard.pattern import (
     Pattern,
     Related,
@@ -30,6 +30,12 @@ from regard.pattern import (
     strided,
     window,
 )
+
+
+def transposed(*place):
+    """The plan by keys. place: pattern, n, m, start, step and perhaps the rows of a tile."""
+    return plan(*place, by_keys=True)
+
 
 WORDS = [
     full(),

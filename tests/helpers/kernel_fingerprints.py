@@ -104,9 +104,9 @@ def calls():
     """(name, function) of every call that is made."""
     import torch
 
-    from regard.engine.compiled_ops import NO_SEED, Options
+    from regard.engine.call import NO_SEED, Extras, Options
     from regard.engine.cuda import host
-    from regard.engine.cuda.call import Extras, task
+    from regard.engine.cuda.call import task
     from regard.pattern import blocks, causal, dilated, every, full, rows, strided, window
 
     sparse = causal() & (window(128) | every(64))

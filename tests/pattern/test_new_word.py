@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import regard as rg
 from regard import reference
 from regard.cli.main import app
-from regard.engine.plan import plan, transposed
+from regard.engine.plan import plan
 from regard.pattern import KINDS, BlockGrid, Pattern, Relation, Shorthand, Word, classification, parse_pattern
 from triton_interpreter import needs_interpreter
 
@@ -115,11 +115,11 @@ def test_a_new_word_is_planned_both_ways(toy):
     for pattern in (toy, toy & rg.causal(), rg.window(6) - toy, toy | rg.rows(5)):
         for n, m, start, step in ((N, M, 0, 1), (N, M, 4, 1), (19, 89, -5, 6)):
             wanted = pattern.allowed(n, m, (start, step)).int().numpy()
-            for make, dense in ((plan, wanted), (transposed, wanted.T)):
+            for by_keys, dense in ((False, wanted), (True, wanted.T)):
                 times = np.zeros_like(dense)
-                for one in make(pattern, n, m, start, step, 8).passes:
+                for one in plan(pattern, n, m, start, step, 8, by_keys).passes:
                     allowed = one.pattern.allowed(n, m, (start, step)).numpy()
-                    allowed = allowed if make is plan else allowed.T
+                    allowed = allowed.T if by_keys else allowed
                     for (row, row_step, rows), a, b in zip(one.tiles, one.offsets, one.offsets[1:]):
                         for key, key_step, keys, full in one.parts[a:b]:
                             pairs = np.ix_(row + row_step * np.arange(rows), key + key_step * np.arange(keys))

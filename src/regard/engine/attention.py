@@ -121,10 +121,8 @@ def weights(
     call, front = _checked(q, k, k, pattern, lengths=lengths, bias=bias, **options)
     call = call.hide()
     k = reference.repeat_heads(call.k, call.q.shape[1])
-    terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sink_logits": call.sink_logits}
-    found = reference.attend(
-        call.q, k, k, call.allowed(), bias=call.dense_bias(), ties=call.ties, **terms
-    ).weights
+    terms = {name: getattr(call, name) for name in ("scale", "softcap", "sink_logits", "ties")}
+    found = reference.attend(call.q, k, k, call.allowed(), bias=call.dense_bias(), **terms).weights
     return found if front is None else found.reshape(*front, *found.shape[2:])
 
 
@@ -249,12 +247,8 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     expanded to that of the others.
     """
     four = q.dim() == k.dim() == v.dim() == 4
-    if (
-        four
-        and q.shape[0] == k.shape[0]
-        and k.shape[:2] == v.shape[:2]
-        and (q.shape[1] != 1 or k.shape[1] == 1)
-    ):
+    same_front = four and q.shape[0] == k.shape[0] and k.shape[:2] == v.shape[:2]
+    if same_front and (q.shape[1] != 1 or k.shape[1] == 1):
         return q, k, v, None
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 2:

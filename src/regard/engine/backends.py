@@ -92,11 +92,10 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
             times = others
         elif times:
             refusals.append(f"{rounds}: backend='reference' is more exact, and slower")
-    if not times:
-        return TABLE["reference"], "; ".join(refusals) or "no other backend is for this device"
-    best, chosen = times[0]
     if len(times) > 1:
-        refusals.insert(0, f"about {times[1][0] / max(best, 1e-12):.1f} × faster than {times[1][1].name}")
+        (best, _), (second, other), *_ = times
+        refusals.insert(0, f"about {second / max(best, 1e-12):.1f} × faster than {other.name}")
+    chosen = times[0][1] if times else TABLE["reference"]
     return chosen, "; ".join(refusals) or "no other backend is for this device"
 
 

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache, reduce
 from math import inf, isinf
 from operator import and_
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +22,7 @@ from ..reference import Ties, default_scale
 Bias = ByDistance | Tensor | None
 T = TypeVar("T")
 Outputs = tuple[Tensor, Tensor | None]  # o, and the log-sum-exp where it was computed
+Place = tuple[Pattern, int, int, int, int]  # pattern, n, m, start, step: what a plan depends on
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,37 @@ class Call:
         return has_empty_row(self.pattern, self.n, self.m, *offset)
 
 
+SEEDS = 1 << 33, 1 << 62  # of dropout: all take 64 bits, so one compiled kernel serves any
+NO_SEED = SEEDS[0]
+
+
+class Options(NamedTuple):
+    """What a sparse call computes, beside its tensors."""
+
+    pattern: Pattern
+    start: int  # query r is at position start + step · r
+    step: int
+    scale: float
+    dropout_p: float = 0.0
+    softcap: float | None = None
+
+
+class Extras(NamedTuple):
+    """The inputs of a sparse call beside q, k and v; None: no such input. The seed is that of dropout."""
+
+    table: Float[Tensor, "h r"] | None = None  # of a bias by distance
+    slopes: Float[Tensor, " h"] | None = None
+    lengths: Int[Tensor, "b *two"] | None = None  # as `Call.lengths`
+    seed: int = NO_SEED
+    at: Int[Tensor, " b"] | None = None  # of one query, its position in each batch row
+    ids: Int[Tensor, "*b m"] | None = None  # of packed documents
+
+    @property
+    def bias(self) -> ByDistance | None:
+        absent = self.table is None and self.slopes is None
+        return None if absent else ByDistance(self.table, self.slopes)
+
+
 @dataclass(frozen=True)
 class CallFacts:
     """What the choice of a backend depends on: sizes, kinds and the pattern; no tensor."""
@@ -179,8 +211,7 @@ class CallFacts:
         return query_offset(self.pattern, self.n, self.m, at)
 
     @property
-    def place(self) -> tuple[Pattern, int, int, int, int]:
-        """Pattern, n, m, start, step: what a plan depends on."""
+    def place(self) -> Place:
         return (self.pattern, self.n, self.m, *self.offset)
 
     @property
@@ -219,8 +250,6 @@ class CallFacts:
     @property
     def data_rows(self) -> int:
         """The batch rows in which the pattern's data may differ; its pairs are counted over all of them."""
-        if not self.pattern.has_data:
-            return 1
         leaves = list(self.pattern.leaves())
         rows = [len(leaf.ids) for leaf in leaves if isinstance(leaf, documents) and leaf.ids.dim() > 1]
         rows += [len(leaf.l) for leaf in leaves if isinstance(leaf, pattern_lengths)]

@@ -7,7 +7,7 @@ number of lengths share a graph. The ids of packed documents are read then too.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,39 +16,10 @@ from .. import compat
 from ..errors import BackendError
 from ..pattern import Pattern, query_offset, tree
 from ..position import ByDistance
-from .call import Call
+from .call import NO_SEED, SEEDS, Call, Extras, Options
 from .cpu import documents, tiles
 from .cpu.layout import Layout
 from .cpu.strided_layout import layout_or_mask
-
-SEEDS = 1 << 33, 1 << 62  # of dropout: all take 64 bits, so one compiled kernel serves any
-NO_SEED = SEEDS[0]
-
-
-class Options(NamedTuple):
-    """What a call computes, beside its tensors."""
-
-    pattern: Pattern
-    start: int  # query r is at position start + step · r
-    step: int
-    scale: float
-    dropout_p: float = 0.0
-    softcap: float | None = None
-
-
-class Extras(NamedTuple):
-    """The tensors of a call beside q, k and v."""
-
-    table: Tensor | None  # of a bias by distance
-    slopes: Tensor | None
-    lengths: Tensor | None  # as `Call.lengths`
-    seed: Tensor | None  # of dropout
-    ids: Tensor | None  # of packed documents
-
-    @property
-    def bias(self) -> ByDistance | None:
-        absent = self.table is None and self.slopes is None
-        return None if absent else ByDistance(self.table, self.slopes)
 
 
 def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
@@ -107,15 +78,15 @@ def sparse(
     offset: Sequence[int],
     factors: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """extras: as Extras has them; pattern: its text; offset: start, step; factors: scale, dropout_p, softcap or 0."""
-    tensors, options = read_options(extras, pattern, offset, factors)
+    """extras: table, slopes, lengths, seed and ids, as Extras has them; pattern: its text; offset: start, step;
+    factors: scale, dropout_p, softcap or 0."""
+    given, options = extras_of(extras), options_of(pattern, offset, factors)
     if q.is_cuda:
         from .cuda import backend as triton
 
-        seed = NO_SEED if tensors.seed is None else int(tensors.seed)
-        o, lse = triton.forward((q, k, v), tensors[:3], seed, options)
+        o, lse = triton.forward((q, k, v), given, options)
         return o.contiguous(), lse
-    o, lse = tiles.attend(q, k, v, _tiles(q, k, tensors, options), tensors.bias)
+    o, lse = tiles.attend(q, k, v, _tiles(q, k, given, options), given.bias)
     return o.contiguous(), lse.contiguous()
 
 
@@ -138,19 +109,18 @@ def sparse_backward(
 
     What has no gradient gets an empty tensor: an operation cannot return None.
     """
-    tensors, options = read_options(saved[5:], pattern, offset, factors)
+    given, options = extras_of(saved[5:]), options_of(pattern, offset, factors)
     q, k, v, o, lse = saved[:5]
     grad, grad_lse = grads[0], grads[1] if grads[1].numel() else None
     results: tuple[Tensor | None, ...]
     if q.is_cuda:
         from .cuda import backend as triton
 
-        seed = NO_SEED if tensors.seed is None else int(tensors.seed)
-        results = triton.backward((grad, grad_lse), saved[:5], tensors[:3], seed, options, of_bias)
+        results = triton.backward((grad, grad_lse), saved[:5], given, options, of_bias)
     else:
         of = tiles.Saved(q, k, v, o=o, lse=lse, grad_lse=grad_lse)
-        results = tiles.attend_backward(grad, of, _tiles(q, k, tensors, options), tensors.bias, of_bias)
-    likes = q, k, v, tensors.table, tensors.slopes
+        results = tiles.attend_backward(grad, of, _tiles(q, k, given, options), given.bias, of_bias)
+    likes = q, k, v, given.table, given.slopes
     return tuple(  # type: ignore[return-value]
         grad.new_empty(0) if g is None or x is None else g.to(x.dtype).contiguous()
         for g, x in zip(results, likes)
@@ -188,12 +158,14 @@ def _backward(ctx, grad, grad_lse):
 sparse.register_autograd(_backward, setup_context=_setup)
 
 
-def read_options(
-    extras: Sequence[Tensor], pattern: str, offset: Sequence[int], factors: Sequence[float]
-) -> tuple[Extras, Options]:
-    tensors = Extras(*(x if x.numel() else None for x in extras))
+def extras_of(tensors: Sequence[Tensor]) -> Extras:
+    table, slopes, lengths, seed, ids = (x if x.numel() else None for x in tensors)
+    return Extras(table, slopes, lengths, NO_SEED if seed is None else int(seed), ids=ids)
+
+
+def options_of(pattern: str, offset: Sequence[int], factors: Sequence[float]) -> Options:
     (start, step), (scale, dropout_p, softcap) = offset, factors
-    return tensors, Options(_pattern(pattern), start, step, scale, dropout_p, softcap or None)
+    return Options(_pattern(pattern), start, step, scale, dropout_p, softcap or None)
 
 
 @lru_cache(maxsize=512)
@@ -202,9 +174,8 @@ def _pattern(text: str) -> Pattern:
 
 
 def _tiles(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tiles.TileAttention:
-    seed = 0 if extras.seed is None else int(extras.seed)
-    terms: dict[str, Any] = {"dropout_p": options.dropout_p, "seed": seed, "softcap": options.softcap}
-    return tiles.TileAttention(_layouts(q, k, extras, options), options.scale, None, extras.lengths, **terms)
+    terms = extras.lengths, options.dropout_p, extras.seed, True, options.softcap
+    return tiles.TileAttention(_layouts(q, k, extras, options), options.scale, None, *terms)
 
 
 def _layouts(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[Layout, ...]:

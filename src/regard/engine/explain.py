@@ -117,9 +117,8 @@ def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -
     options.setdefault("kv_heads", options.get("heads", 8))
     options.setdefault("bias_grad", bool(options.get("grad")) and options.get("bias", "none") != "none")
     facts = CallFacts(pattern, n, n if m is None else m, **options)
-    if facts.n <= facts.m and facts.at is not None and facts.offset == (facts.m - facts.n, 1):
-        facts = CallFacts(pattern, facts.n, facts.m, **{**options, "at": None})
-    return facts
+    says_nothing = facts.n <= facts.m and facts.offset == (facts.m - facts.n, 1)
+    return replace(facts, at=None) if says_nothing else facts
 
 
 def _passes(facts: CallFacts, prepared: Prepared) -> tuple[str, ...]:

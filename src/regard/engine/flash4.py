@@ -103,13 +103,11 @@ def _unsupported(f: CallFacts) -> str | None:
     """What is not in its softmax, or not as exact as here; shapes that its kernels do not take."""
     dtype, (_, step) = str(f.dtype).removeprefix("torch."), f.offset
     refused = (
-        (f.hard, "scale=inf has no softmax"),
-        (f.observed, "a compiler or transform must see PyTorch's operations, which its kernels are not"),
         (f.bias != "none", "a bias is added to the scores"),
+        (f.no_tiles is not None, f.no_tiles),
+        (f.observed, "a compiler or transform must see PyTorch's operations, which its kernels are not"),
         (f.softcap is not None, "its softcap is computed with an approximate tanh (11 bits)"),
-        (f.table, "a bool tensor is not a pattern; declare one"),
         (f.lengths, "keys that are hidden per batch row (lengths) are not supported here"),
-        (f.row_offsets, "per-row query offsets (`at` as a tensor) are not supported"),
         (f.dropout_p > 0, "it has no dropout"),
         (dtype not in ("float16", "bfloat16"), f"its kernels take float16 or bfloat16, not {dtype}"),
         (f.d_k != f.d_v,

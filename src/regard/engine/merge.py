@@ -120,9 +120,7 @@ def _heads(x: Tensor, heads: list[int], axis: int) -> Tensor:
     """These heads: a view where they are evenly spaced."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     if step > 0 and heads == list(range(heads[0], heads[-1] + 1, step)):
-        return x.narrow(axis, heads[0], heads[-1] - heads[0] + 1)[
-            (slice(None),) * axis + (slice(None, None, step),)
-        ]
+        return x[(slice(None),) * axis + (slice(heads[0], heads[-1] + 1, step),)]
     return x.index_select(axis, torch.tensor(heads, device=x.device))
 
 

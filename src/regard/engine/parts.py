@@ -181,8 +181,6 @@ def _indices(ys: Axis, lo: Ints, hi: Ints, real: NDArray[np.bool_], empty: Ints 
 
 def _both_residues(k: int, r: Ints, l: int, s: Ints) -> tuple[int, Ints, NDArray[np.bool_]]:
     """The modulus and residue of y ≡ r (mod k) and y ≡ s (mod l), and whether there is any such y."""
-    if k == 1:
-        return l, s, np.ones(len(s), dtype=bool)
     limit("positions", lcm(k, l), "two residues of one word")
     t, _ = _solve(r, k, l, s)
     possible = t < FAR
@@ -225,11 +223,8 @@ class Residues:
     def of(cls, words: dict[Pattern, Bounds], tiles: int) -> "Residues":
         some = {w: r for w, r in words.items() if r.modulus > 1}
         plain = frozenset(words) - frozenset(some)
-        if not some:
-            zero = np.zeros(tiles, dtype=np.int64)
-            return cls(zero, zero, np.zeros((1, 1), dtype=np.int64), [plain])
         period = lcm(*(r.modulus for r in some.values()))
-        largest = max(some.values(), key=lambda r: r.modulus)
+        largest = max(words.values(), key=lambda r: r.modulus)
         relative = {w: (r.residue - largest.residue) % r.modulus for w, r in some.items()}
         code = np.zeros(tiles, dtype=np.int64)
         for w, r in some.items():

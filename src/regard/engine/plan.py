@@ -143,15 +143,13 @@ class Request:
 def plan(
     pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128, by_keys: bool = False
 ) -> Plan:
-    """The plan of a pattern without data: query r of n is at position start + step · r, over keys 0 … m − 1."""
+    """The plan of a pattern without data: query r of n is at position start + step · r, over keys 0 … m − 1.
+
+    by_keys: the same pairs read from the keys: tiles are of keys, parts are progressions of query rows.
+    """
     if isinstance(made := _cached(pattern, n, m, start, step, tile, by_keys), str):
         raise NoPlan(made)
     return made
-
-
-def transposed(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> Plan:
-    """The same pairs read from the keys: tiles are of keys, parts are progressions of query rows."""
-    return plan(pattern, n, m, start, step, tile, by_keys=True)
 
 
 def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str | None:
@@ -266,6 +264,11 @@ def clauses(pattern: Pattern) -> list[Clause]:
     return union if len(union) <= MAX_CLAUSES else [(pattern,)]
 
 
+def conjuncts(pattern: Pattern) -> list[Pattern]:
+    """What all has to hold: the operands of the outermost `&`."""
+    return [*conjuncts(pattern.left), *conjuncts(pattern.right)] if isinstance(pattern, Both) else [pattern]
+
+
 def _intersection(a: list[Clause], b: list[Clause]) -> list[Clause]:
     return [tuple(dict.fromkeys(x + y)) for x in a for y in b]
 
@@ -348,14 +351,14 @@ def _run(r: Relation) -> tuple[str, str, str]:
     if r.key_below < FAR:
         ends.append(f"{r.key_below}")
     for size in r.blocks:
-        starts.append(f"p - {_residue(size)}")
-        ends.append(f"p - {_residue(size)} + {size}")
+        starts.append(f"p - {residue('p', size)}")
+        ends.append(f"p - {residue('p', size)} + {size}")
     if r.query_below < FAR:
         ends.append(f"where(p < {r.query_below}, m, 0)")
     if r.query_class[0] > 1:
-        ends.append(f"where({_residue(r.query_class[0])} == {r.query_class[1]}, m, 0)")
+        ends.append(f"where({residue('p', r.query_class[0])} == {r.query_class[1]}, m, 0)")
     first, end = _nested("maximum", starts), _nested("minimum", ends)
-    step, rest = (r.divisor, _residue(r.divisor)) if r.divisor > r.key_class[0] else (*r.key_class,)
+    step, rest = (r.divisor, residue("p", r.divisor)) if r.divisor > r.key_class[0] else (*r.key_class,)
     if step > 1:
         first = f"({first}) + (({rest} - ({first})) % {step} + {step}) % {step}"
     return first, str(step), end
@@ -365,9 +368,9 @@ def _nested(name: str, terms: list[str]) -> str:
     return terms[0] if len(terms) == 1 else f"{name}({_nested(name, terms[:-1])}, {terms[-1]})"
 
 
-def _residue(k: int) -> str:
-    """That of p, with the sign of k: C gives a remainder the sign of p, which may be below 0."""
-    return f"(p % {k} + {k}) % {k}"
+def residue(name: str, k: int) -> str:
+    """The remainder with the sign of k, as in Python: in C it has the sign of the position, which may be below 0."""
+    return f"({name} % {k} + {k}) % {k}"
 
 
 @lru_cache(maxsize=4096)

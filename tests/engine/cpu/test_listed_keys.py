@@ -67,6 +67,20 @@ def test_tiles_have_about_the_keys_that_they_need():
     assert_close(*grads)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_tiles_with_other_numbers_of_keys_may_have_their_queries_in_order(heads):
+    """Later blocks list more: for one head, the queries of all tiles by their number of keys are 0, 1, 2, …"""
+    lists = torch.tensor([[max(block - 1, 0), block, 0] for block in range(15)])
+    pattern = rg.causal() & rg.selected(lists, 64)
+    q, k, v = qkv(N, heads=heads)
+    q, k, v = (x[:1].detach().requires_grad_() for x in (q, k, v))
+    assert rg.explain(q, k, v, pattern).variant == "gathered keys"
+    o, right = (rg.attention(q, k, v, x) for x in (pattern, pattern.allowed(N)))
+    assert_close(o, right)
+    grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, right))
+    assert_close(*grads)
+
+
 def test_another_list_is_another_result():
     """Patterns with data are not equal because their shapes are."""
     q, k, v = qkv(N, grad=False)

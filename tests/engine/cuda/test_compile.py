@@ -328,7 +328,7 @@ def test_o_has_the_strides_of_q_so_a_model_with_heads_within_positions_copies_no
     from einops import rearrange
     from triton.runtime.jit import JITFunction
 
-    from regard.engine.compiled_ops import Options
+    from regard.engine.call import Options
     from regard.engine.cuda import host
     from regard.engine.cuda.call import task
 

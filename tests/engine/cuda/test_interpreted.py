@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernel_cases import OTHERS, PREPARED, REPEATED, SHORT, SMALL, complaints, outcomes
-from regard.engine.compiled_ops import Options
+from regard.engine.call import Options
 from regard.pattern import causal
 from triton_interpreter import needs_interpreter
 

@@ -117,8 +117,7 @@ def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
 
 
 def test_short_plain_calls_with_stored_configurations_take_one_launch():
-    from regard.engine.cuda import backend
-    from regard.engine.cuda.call import CallLayout, one_launch_config
+    from regard.engine.cuda.call import MAX_ALL_PAIRS, MAX_PAIRS, CallLayout, one_launch_config
     from regard.engine.cuda.call import contiguous as dense
 
     def config_of(task, tensors, dtype):
@@ -128,7 +127,7 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
     assert config_of(task(), layouts(), half) is not None
     assert config_of(task(128, 40), layouts(d_k=128, d_v=40), half) is not None
     assert config_of(task(dtype=torch.float32), layouts(), torch.float32) is not None
-    side, heads = int(backend.MAX_PAIRS**0.5), backend.MAX_ALL_PAIRS // backend.MAX_PAIRS
+    side, heads = int(MAX_PAIRS**0.5), MAX_ALL_PAIRS // MAX_PAIRS
     assert config_of(task(), layouts(side, side), half) is not None
     assert config_of(task(), layouts(side, side, h=heads), half) is not None
     assert config_of(task(), layouts(side, side, h=heads + 2), half) is None
@@ -136,8 +135,8 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
     assert config_of(task(256, 64), layouts(d_k=256), half) is None
     assert config_of(task(reach=3), layouts(), half) is None
     assert config_of(task(dropout_p=0.1), layouts(), half) is None
-    equal = replace(task().configs)
-    assert config_of(task(configs=equal), layouts(), half) is None
+    several = replace(task().configs, one_launch=None)
+    assert config_of(task(configs=several), layouts(), half) is None
     far = dense(1, 2, 128, 64)._replace(stride=(1 << 40, 1 << 33, 1 << 26, 1))
     assert config_of(task(), (far, *layouts()[1:]), half) is None
 
@@ -145,7 +144,7 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
 def test_the_tables_are_made_once_for_a_pattern_and_a_shape():
     from regard.engine.cuda.tile_lists import tables
 
-    given = causal() & window(9), (97, 101), (4, 1), (64, 64), torch.device("cpu")
+    given = (causal() & window(9), 97, 101, 4, 1), (64, 64), torch.device("cpu")
     (items, members, blocks), for_keys = tables(*given)
     assert tables(*given)[0][0] is items
     assert (for_keys, len(items)) == (2, 4)
@@ -198,11 +197,10 @@ def test_a_prepared_call_has_gradients_and_double_backward(prepared):
 def test_sink_logits_and_lengths_have_gradients_and_double_backward(monkeypatch):
     """With formulas in place of the kernels, the backward one by the saved lse: what is left is autograd's."""
     from regard.engine import reference_backend
-    from regard.engine.call import Call
-    from regard.engine.compiled_ops import NO_SEED, Options
+    from regard.engine.call import NO_SEED, Call, Options
     from regard.engine.cuda import backend
 
-    def formula(qkv, extras, seed, options):
+    def formula(qkv, extras, options):
         with torch.no_grad():
             return reference_backend.attend(Call(*qkv, PATTERN, None, extras[2], scale=0.3, at=(0, 1)))
 

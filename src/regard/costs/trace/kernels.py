@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ...engine.compiled_ops import read_options
-from ...engine.cuda.backend import one_launch
+from ...engine.compiled_ops import options_of
+from ...engine.cuda.call import one_launch
 from .attention import Gpu, Need
 
 Needs = Callable[[tuple, list[Tensor]], int | Need]
@@ -158,7 +158,7 @@ PRODUCTS: dict[str, Callable[..., int]] = {
 
 def _sparse_flops(q: Tensor, k: Tensor, v: Tensor, rest: Any, pattern: str, offset: Any, factors: Any) -> int:
     """rg.attention by the pairs of its pattern: 2 d_k per score, 2 d_v per weighted value."""
-    options = read_options(rest, pattern, offset, factors)[1]
+    options = options_of(pattern, offset, factors)
     pairs = options.pattern.count(q.shape[-2], k.shape[-2], (options.start, options.step))
     return 2 * q.shape[:-2].numel() * pairs * (q.shape[-1] + v.shape[-1])
 

@@ -158,7 +158,7 @@ def _listed(f: CallFacts) -> Prepared | None:
     if f.pattern.device is not None and f.pattern.device.type != "cpu":
         return None
     f.pattern.check_data(f.m)
-    tiles = gathered_layout.gathered_by_rows(*f.place)
+    tiles = gathered_layout.gathered_by_rows(f.place)
     shapes = [one.shape for one in tiles or ()]
     pairs = sum(shape.pairs for shape in shapes)
     if tiles is None or 2 * pairs > f.n * f.m:
@@ -273,9 +273,8 @@ def _one_query(f: CallFacts) -> Prepared:
     seconds = rows * (QUERY_CALL + len(parts) * QUERY_PART) + numbers * count * QUERY_NUMBER
     if f.grad:  # the gradient of each part is a tensor as long as the cache
         seconds = 3 * seconds + len(parts) * numbers * f.m * QUERY_NUMBER
-    build = (
-        (lambda: lambda q, k, v: _fused(q, k, v, parts, f.factor)[0]) if _plain(f) and not f.grad else None
-    )
+    direct = _plain(f) and not f.grad
+    build = (lambda: lambda q, k, v: _fused(q, k, v, parts, f.factor)[0]) if direct else None
     how = lambda: count, lambda call: _attend_one_query(call, f.offset[0]), build
     return Prepared("tiles", ONE_QUERY, *how, seconds=seconds)
 

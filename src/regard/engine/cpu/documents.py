@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...pattern import At, Both, Pattern, causal, documents, full, query_offset, tree
+from ...pattern import At, Pattern, causal, documents, full, query_offset, tree
 from ...pattern.data import chains, spans
+from ..plan import conjuncts
 from .layout import Layout, TileGroup
 from .strided_layout import layout_or_mask, with_joined_rows
 
@@ -33,7 +34,7 @@ HALVED = range(384, 640)
 
 def parts(pattern: Pattern) -> tuple[documents | tree, Pattern] | None:
     """`documents(ids) & rest`, where rest is the same wherever a document begins, or a tree; else None."""
-    factors = list(_factors(pattern))
+    factors = conjuncts(pattern)
     words = [f for f in factors if isinstance(f, documents | tree)]
     rest = [f for f in factors if not isinstance(f, documents | tree)]
     if len(words) != 1 or any(f.shift_period != 1 for f in rest):  # a document may begin anywhere
@@ -41,14 +42,6 @@ def parts(pattern: Pattern) -> tuple[documents | tree, Pattern] | None:
     if isinstance(words[0], tree):  # whose pairs are all causal
         return (words[0], full()) if all(isinstance(f, causal | full) for f in rest) else None
     return words[0], reduce(and_, rest) if rest else full()
-
-
-def _factors(pattern: Pattern) -> Iterator[Pattern]:
-    if isinstance(pattern, Both):
-        yield from _factors(pattern.left)
-        yield from _factors(pattern.right)
-    else:
-        yield pattern
 
 
 def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ...] | None:

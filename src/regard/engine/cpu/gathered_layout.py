@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ... import compat
 from ...pattern import Pattern, neighborhood
+from ..call import Place
 from ..parts import row_steps
 from .kernels import SAVED_WEIGHTS, Buffers, product
 
@@ -43,10 +44,8 @@ class Shape(NamedTuple):
         return self.tiles * self.rows * self.keys
 
 
-def fastest(
-    place: tuple[Pattern, int, int, int, int], heads: int, d: int, grad: bool
-) -> tuple[Shape, float] | None:
-    """The fastest shape for a call with heads d wide, and its nanoseconds. place: pattern, n, m, start, step.
+def fastest(place: Place, heads: int, d: int, grad: bool) -> tuple[Shape, float] | None:
+    """The fastest shape for a call with heads d wide, and its nanoseconds.
 
     None where there is one tile and nothing is differentiated: that is one call of the fused op.
     """
@@ -115,21 +114,20 @@ def gathered(allowed: Bool[Tensor, "n m"], shape: Shape) -> Gathering:
     return Gathering.of(shape, rows, [(keys, table[:, keys]) for keys, table in zip(some, tables)])
 
 
-def gathered_by_rows(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Gathering, ...] | None:
+def gathered_by_rows(place: Place) -> tuple[Gathering, ...] | None:
     """Tiles of a pattern with data, whose pairs are enumerated a tile at a time; None where data differ by batch row.
 
     Cached for the tensors as they are: a change in place has another version, unless it is unknown.
     """
-    data = [x for leaf in pattern.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
+    data = [x for leaf in place[0].leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
     versions = tuple(map(compat.version, data))
     make = _gathered_by_rows.__wrapped__ if None in versions else _gathered_by_rows
-    return make(pattern, n, m, start, step, versions)
+    return make(place, versions)
 
 
 @lru_cache(maxsize=16)
-def _gathered_by_rows(
-    pattern: Pattern, n: int, m: int, start: int, step: int, versions: tuple[int | None, ...]
-) -> tuple[Gathering, ...] | None:
+def _gathered_by_rows(place: Place, versions: tuple[int | None, ...]) -> tuple[Gathering, ...] | None:
+    pattern, n, m, start, step = place
     order = _blocks(pattern, n) if (start, step) == (0, 1) else torch.arange(n, device="cpu")
     rows = _filled(order, -(-n // DATA_ROWS) * DATA_ROWS).view(-1, DATA_ROWS)
     j, tiles = torch.arange(m, device="cpu"), []
@@ -302,7 +300,7 @@ def _pieces(
     by_query = queries.argsort(stable=True)  # the first of those of a query is its own, the others fill up
     own_row = torch.ones_like(queries, dtype=torch.bool)
     own_row[by_query[1:]] = queries[by_query].diff() != 0
-    in_order = torch.equal(queries, torch.arange(heads * n, device="cpu"))
+    in_order = len(tiles) == 1 and torch.equal(queries, torch.arange(heads * n, device="cpu"))
     total, before, pieces = (len(queries), len(own)), (0, 0), []
     for one, keys, queries in zip(tiles, index, rows):
         (_, count, r, l), table = one.shape, one.table | ~one.table.any(-1, keepdim=True)

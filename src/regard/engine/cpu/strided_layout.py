@@ -16,7 +16,7 @@ from math import gcd, lcm
 import numpy as np
 
 from ...pattern import Pattern, Relation, every
-from ...progression import FAR, Ints
+from ...progression import FAR
 from ..call import has_empty_row
 from ..parts import NoPlan, relations
 from ..plan import Pass, Plan, plan
@@ -151,22 +151,15 @@ def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
 
 def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, int]]:
     """(row, key, row shift, key shift, tiles): runs of first rows and keys that advance by constants."""
-    at: Ints = np.array(corners, dtype=np.int64)
-    shifts = np.diff(at, axis=0)
-    same = np.ones(len(shifts), dtype=bool)  # shift t equals shift t − 1
-    same[1:] = (shifts[1:] == shifts[:-1]).all(axis=1)
-    changes = np.append(np.flatnonzero(~same), len(shifts)).tolist()
-    low, c = 0, 0
-    while low < len(at):
-        row, key = at[low].tolist()
-        if low == len(at) - 1 or shifts[low, 1] < 0:  # a view has no negative stride
-            yield row, key, 0, 0, 1
-            low += 1
-            continue
-        while changes[c] <= low:
-            c += 1
-        high = changes[c] + 1
-        yield row, key, *shifts[low].tolist(), high - low
+    shifts = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(corners)]
+    low = 0
+    while low < len(corners):
+        high, shift = low + 1, (0, 0)
+        if low < len(shifts) and shifts[low][1] >= 0:  # a view has no negative stride
+            shift = shifts[low]
+            while high <= len(shifts) and shifts[high - 1] == shift:
+                high += 1
+        yield *corners[low], *shift, high - low
         low = high
 
 

@@ -10,5 +10,5 @@ tile_lists.py   tiles and blocks of short calls as lists of members
 mask.py         a pattern as a Triton function, and which test a block of pairs needs
 triton/         the general kernels; hopper/ those for Hopper GPUs, and their launches
 
-Only these modules import Triton. backend.py imports them when a call first runs.
+Only these modules import Triton; backend.py and call.py do not, and import the others when a call first runs.
 """

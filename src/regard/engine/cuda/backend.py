@@ -3,7 +3,7 @@
 Nothing here imports Triton before a call runs: the choice of a backend is the same on a machine without a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from ...errors import BackendError
 from ...pattern import Pattern, neighborhood
 from ...position import ByDistance
 from .. import reference_backend
-from ..call import Call, CallFacts, Outputs, Prepared, needs_grad
-from ..compiled_ops import NO_SEED, Options, sample_seed, sparse_attention
+from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared, needs_grad
+from ..compiled_ops import sample_seed, sparse_attention
 from ..plan import keys_visited, plan, run_formulas, why_masked
+from .call import CallLayout, Task, contiguous, one_launch, task
 
 MAX_HEAD_DIM = 256  # what the kernels hold
 MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
@@ -25,9 +26,6 @@ MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
 # call, which is as much as SDPA's (gpu_rows.py, host), and with lengths, a bias or other terms.
 PAIR, PAIR_GRAD, QUERY = 2.0 * 5e-13, 8.0 * 5e-13, 64 * 5e-13
 CALL, CALL_ONE_LAUNCH, CALL_GRAD, CALL_TERMS_GRAD = 20e-6, 0.0, 40e-6, 130e-6
-# Pairs of a head up to which the backward pass is one launch, and of all heads, by estimate. It takes the CPU 30 µs,
-# three launches take 40; the GPU takes 1.1 to 1.2 times as long at n = 1024, twice at 2048 (gpu_rows.py, short).
-MAX_PAIRS, MAX_ALL_PAIRS, MAX_WIDTH = 1 << 20, 1 << 28, 128
 
 
 class Triton:
@@ -100,12 +98,8 @@ def variant(f: CallFacts) -> str:
     """Which kernels run, for contiguous tensors: those for Hopper, one launch for the whole backward pass."""
     if torch.compiler.is_compiling():
         return "general kernels"
-    if _decodes(f):
-        return "one query" + (", one-launch backward" if f.grad and _backward_in_one_launch(f) else "")
-    names = ["Hopper" if _hopper_passes(f) else "general kernels"]
-    if f.grad and _backward_in_one_launch(f):
-        names.append("one-launch backward")
-    return ", ".join(names)
+    name = "one query" if _decodes(f) else "Hopper" if _hopper_passes(f) else "general kernels"
+    return f"{name}, one-launch backward" if f.grad and _backward_in_one_launch(f) else name
 
 
 def _backward_in_one_launch(f: CallFacts) -> bool:
@@ -117,16 +111,10 @@ def _terms(f: CallFacts) -> bool:
     return f.lengths or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
 
 
-def one_launch(n: int, m: int, heads: int, width: int) -> bool:
-    """Whether the backward pass is one launch, as for calls so short that the GPU would wait for the CPU."""
-    return n * m <= MAX_PAIRS and heads * n * m <= MAX_ALL_PAIRS and width <= MAX_WIDTH
-
-
 def _hopper_passes(f: CallFacts) -> tuple[Any, ...]:
     """The passes of the Hopper forward kernel; none if another kernel runs the call."""
     if f.device_type != "cuda" or not torch.cuda.is_available() or _terms(f):
         return ()
-    from .call import CallLayout, contiguous
     from .launches import routes
 
     layouts = tuple(contiguous(*x.shape) for x in f.like())
@@ -135,9 +123,7 @@ def _hopper_passes(f: CallFacts) -> tuple[Any, ...]:
     return routes(call, configs.forward, configs.hopper_forward, False)[1].steps
 
 
-def _plain_task(f: CallFacts) -> Any:
-    from .call import task
-
+def _plain_task(f: CallFacts) -> Task:
     q, _, v = f.like()
     return task(q, v, Options(f.pattern, *f.offset, f.factor))
 
@@ -159,7 +145,8 @@ def _run(call: Call, f: CallFacts) -> Outputs:
     if f.grad or f.bias_grad or needs_grad(call.sink_logits):
         return _Attend.apply(*tensors, seed, options)
     at = call.at if isinstance(call.at, Tensor) else None
-    return _join_sink(*forward(tensors[:3], tensors[3:6], seed, options, at), call.sink_logits)
+    extras = Extras(table, slopes, call.lengths, seed, at)
+    return _join_sink(*forward(tensors[:3], extras, options), call.sink_logits)
 
 
 def _join_sink(o: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -180,7 +167,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *given):
         *tensors, seed, options = given
-        o, lse = _join_sink(*forward(tensors[:3], tensors[3:6], seed, options), tensors[6])
+        extras = Extras(tensors[3], tensors[4], tensors[5], seed)
+        o, lse = _join_sink(*forward(tensors[:3], extras, options), tensors[6])
         ctx.save_for_backward(*tensors, o, lse)
         ctx.seed, ctx.options = seed, options
         ctx.set_materialize_grads(False)
@@ -208,38 +196,25 @@ class _Attend(torch.autograd.Function):
             delta = delta if grad_lse is None else delta - grad_lse
             weights = (sink.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, -torch.inf).exp_()
             of_sink = -(weights * delta).sum((0, 2)).to(sink.dtype)
-        saved = (q, k, v, o, lse), (table, slopes, lengths)
-        gradients = backward((grad, grad_lse), *saved, ctx.seed, ctx.options, of_bias)
+        extras = Extras(table, slopes, lengths, ctx.seed)
+        gradients = backward((grad, grad_lse), (q, k, v, o, lse), extras, ctx.options, of_bias)
         return *gradients, None, of_sink, None, None
 
 
-def forward(
-    qkv: Any, extras: Any, seed: int, options: Options, at: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """o and lse. qkv: q, k, v; extras: table, slopes, lengths; at: the position of the query of each batch row."""
+def forward(qkv: Sequence[Tensor], extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
+    """o and lse. qkv: q, k, v."""
     from . import host
-    from .call import Extras, task
 
-    table, slopes, lengths = extras
-    more = Extras(table, slopes, lengths, seed, at)
     q, k, v = qkv
-    return host.forward(q, k, v, task(q, v, options, more), more)
+    return host.forward(q, k, v, task(q, v, options, extras), extras)
 
 
 def backward(
-    grads: tuple[Tensor | None, Tensor | None],
-    saved: Any,
-    extras: Any,
-    seed: int,
-    options: Options,
-    of_bias: bool,
+    grads: tuple[Tensor | None, Tensor | None], saved: Any, extras: Extras, options: Options, of_bias: bool
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, table and slopes; of the last two only if `of_bias`. saved: q, k, v, o, lse."""
     from . import host
-    from .call import Extras, task
 
     q, _, v, o, _ = saved
-    table, slopes, lengths = extras
-    more = Extras(table, slopes, lengths, seed)
     grad = torch.zeros_like(o) if grads[0] is None else grads[0]
-    return host.backward(saved, (grad, grads[1]), task(q, v, options, more), more, of_bias)
+    return host.backward(saved, (grad, grads[1]), task(q, v, options, extras), extras, of_bias)

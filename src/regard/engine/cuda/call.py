@@ -7,15 +7,15 @@ Dropout is decided by Philox, a function of seed, head, query and key: forward a
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import compress
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from ...pattern import Pattern
-from ..compiled_ops import NO_SEED, Options
-from .backend import one_launch
+from ..call import Extras, Options, Place
 
 LOG2E = 1.4426950408889634
 
@@ -39,14 +39,17 @@ class Config:
     lines: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Configs:
+    """Compared by identity: a key of every call."""
+
     forward: Config
     dq: Config
     dkv: Config
     hopper_forward: Config | None = None  # of the kernels for Hopper; None: only the general ones
     hopper_dq: Config | None = None
     hopper_dkv: Config | None = None
+    one_launch: Config | None = None  # of a backward pass by one launch; None: it takes several
 
     def without_caps(self) -> "Configs":
         """For calls with a bias, a softcap or dropout: their kernels would spill registers under a cap."""
@@ -55,26 +58,23 @@ class Configs:
 
 
 HALF = {  # by the larger of the two padded widths
-    32: Configs(Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
+    32: Configs(*[Config(128, 64, 4, 3)] * 3, one_launch=Config(64, 64, 4, 2)),
     64: Configs(
         Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 168),
-        Config(64, 64, 4, 1, 128, lines=True), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1),
+        Config(64, 64, 4, 1, 128, lines=True), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1), Config(64, 64, 4, 2),
     ),
     128: Configs(
         Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2),
-        Config(64, 64, 4, 1, 168, lines=True), Config(64, 64, 4, 1), Config(64, 64, 4, 1),
+        Config(64, 64, 4, 1, 168, lines=True), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 8, 2),
     ),
     256: Configs(Config(128, 64, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 3)),
 }  # fmt: skip
 SINGLE = {  # IEEE products run on the ordinary arithmetic units: larger tiles would overflow the registers
-    32: Configs(Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    64: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    128: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    256: Configs(Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    32: Configs(Config(64, 32, 4, 2), *[Config(32, 32, 4, 2)] * 2, one_launch=Config(32, 32, 8, 1)),
+    64: Configs(*[Config(32, 32, 4, 2)] * 3, one_launch=Config(32, 32, 8, 1)),
+    128: Configs(Config(32, 32, 4, 2), *[Config(32, 32, 4, 1)] * 2, one_launch=Config(16, 32, 8, 1)),
+    256: Configs(Config(16, 32, 4, 1), *[Config(16, 16, 4, 1)] * 2),
 }
-
-ONE_LAUNCH_HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}  # of a backward pass by one launch
-ONE_LAUNCH_SINGLE = {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)}
 
 
 def padded(d: int) -> int:
@@ -89,31 +89,21 @@ def default(d_k: int, d_v: int, dtype: torch.dtype) -> Configs:
 
 # What is computed
 
+PLAIN = Extras()
 
-class Extras(NamedTuple):
-    """The inputs of a call other than q, k and v; None: no such input. The seed is that of dropout."""
 
-    table: Float[Tensor, "h r"] | None = None
-    slopes: Float[Tensor, " h"] | None = None
-    lengths: Int[Tensor, "b *two"] | None = None  # where the keys of each batch row end, or begin and end
-    seed: int = NO_SEED
-    at: Int[Tensor, " b"] | None = None  # of one query, its position in each batch row
+def on_device(given: Extras, device: torch.device) -> Extras:
+    """The inputs as the kernels read them: contiguous, on this device, the bias in float32 and base 2."""
+    if given.table is given.slopes is given.lengths is given.at is None:  # `==` of a tensor takes 20 µs
+        return given
+    table, slopes = (None if x is None else x.detach().float().mul(LOG2E).contiguous() for x in given[:2])
+    return Extras(table, slopes, _integers(given.lengths, device), given.seed, _integers(given.at, device))
 
-    @property
-    def integers(self) -> tuple[torch.dtype, ...]:
-        return tuple(x.dtype for x in (self.lengths, self.at) if x is not None)
 
-    @property
-    def limits(self) -> int:
-        """As `CallLayout.lengths`."""
-        return 0 if self.lengths is None else self.lengths.dim()
-
-    def on(self, device: torch.device) -> "Extras":
-        """The inputs as the kernels read them: contiguous, on this device, the bias in float32 and base 2."""
-        if self.table is self.slopes is self.lengths is self.at is None:  # `==` of a tensor takes 20 µs
-            return self
-        table, slopes = (None if x is None else x.detach().float().mul(LOG2E).contiguous() for x in self[:2])
-        return Extras(table, slopes, _integers(self.lengths, device), self.seed, _integers(self.at, device))
+def kinds_of_rows(given: Extras) -> tuple[int, bool, tuple[torch.dtype, ...]]:
+    """`lengths`, `per_row` and `integers` of a CallLayout."""
+    integers = tuple(x.dtype for x in (given.lengths, given.at) if x is not None)
+    return 0 if given.lengths is None else given.lengths.dim(), given.at is not None, integers
 
 
 def _integers(x: Tensor | None, device: torch.device) -> Tensor | None:
@@ -121,9 +111,6 @@ def _integers(x: Tensor | None, device: torch.device) -> Tensor | None:
     if x is None or (x.device == device and x.dtype in (torch.int32, torch.int64) and x.is_contiguous()):
         return x
     return x.to(device, torch.int32).contiguous()
-
-
-PLAIN = Extras()
 
 
 def base2(scale: float) -> float:
@@ -138,7 +125,7 @@ class Task:
     pattern: Pattern
     start: int  # query r is at position start + step · r
     step: int
-    scale: float
+    scale: float  # above 0, as `attention` passes it: kernels take the running maximum before scaling
     dropout_p: float
     softcap: float | None
     configs: Configs
@@ -169,12 +156,6 @@ def task(
     reach = None if extras.table is None else extras.table.shape[-1] // 2
     stored = default(q.shape[-1], v.shape[-1], q.dtype) if configs is None else configs
     return _task(options, reach, extras.slopes is not None, stored, configs is None)
-
-
-@lru_cache(maxsize=64)
-def negated(task: Task) -> Task:
-    """The same task with the sign of its scale changed: kernels take the running maximum before scaling."""
-    return replace(task, scale=-task.scale)
 
 
 # Shapes and strides
@@ -212,6 +193,9 @@ def exceeds_int32(*layouts: Layout) -> bool:
     return any(x.shape[2] * x.stride[2] >= 2**31 for x in layouts)
 
 
+OPTIONAL_INPUTS = "dlse", "table", "slopes", "lengths", "at"  # in the order of `Extras`, after dlse
+
+
 class CallLayout(NamedTuple):
     """Everything that is known about a call without its tensors; prepared launches are cached by it."""
 
@@ -220,16 +204,20 @@ class CallLayout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     lengths: int = 0  # numbers that say which keys of a batch row are hidden: none, the end, or begin and end
-    has_dlse: bool = False  # backward: the log-sum-exp has a gradient
-    bias_gradient: bool = False  # backward: the bias needs a gradient
     per_row: bool = False  # the position of the query differs by batch row
     integers: tuple[torch.dtype, ...] = ()  # of lengths and positions
+    has_dlse: bool = False  # backward: the log-sum-exp has a gradient
+    bias_gradient: bool = False  # backward: the bias needs a gradient
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
         """b, h, h_kv, n, m, d_k, d_v."""
         q, k, v = (x.shape for x in self.tensors[:3])
         return q[0], q[1], k[1], q[2], k[2], q[3], v[3]
+
+    @property
+    def place(self) -> Place:
+        return self.task.pattern, self.sizes[3], self.sizes[4], self.task.start, self.task.step
 
     @property
     def output(self) -> Layout:
@@ -242,29 +230,24 @@ class CallLayout(NamedTuple):
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """Which optional inputs this call has, in the order of `Extras`, after dlse."""
-        there = {
-            "dlse": self.has_dlse,
-            "table": self.task.reach is not None,
-            "slopes": self.task.has_slopes,
-            "lengths": self.lengths > 0,
-            "at": self.per_row,
-        }
-        return tuple(name for name, is_there in there.items() if is_there)
+        """Which of OPTIONAL_INPUTS this call has."""
+        of_bias = self.task.reach is not None, self.task.has_slopes
+        return tuple(compress(OPTIONAL_INPUTS, (self.has_dlse, *of_bias, self.lengths > 0, self.per_row)))
+
+
+# Pairs of a head up to which the backward pass is one launch, and of all heads, by estimate. It takes the CPU 30 µs,
+# three launches take 40; the GPU takes 1.1 to 1.2 times as long at n = 1024, twice at 2048 (gpu_rows.py, short).
+MAX_PAIRS, MAX_ALL_PAIRS, MAX_WIDTH = 1 << 20, 1 << 28, 128
+
+
+def one_launch(n: int, m: int, heads: int, width: int) -> bool:
+    """Whether the backward pass is one launch, as for calls so short that the GPU would wait for the CPU."""
+    return n * m <= MAX_PAIRS and heads * n * m <= MAX_ALL_PAIRS and width <= MAX_WIDTH
 
 
 def one_launch_config(call: CallLayout) -> Config | None:
-    """The configuration of the one-launch backward; None if the call is too long or too wide, or has extras.
-
-    Also None if the task has its own configuration, which is for the general kernels.
-    """
+    """The configuration of the one-launch backward; None if there is none, or if the call is too long or too wide, or
+    has extras."""
     b, h, _, n, m, d_k, d_v = call.sizes
-    width = max(64, padded(d_k), padded(d_v))
-    is_stored = call.task.configs is default(d_k, d_v, call.dtype)
-    if not is_stored or call.lengths or not call.task.plain or not one_launch(n, m, b * h, width):
-        return None
-    return (
-        None
-        if exceeds_int32(*call.tensors)
-        else (ONE_LAUNCH_SINGLE if call.dtype == torch.float32 else ONE_LAUNCH_HALF)[width]
-    )
+    short = one_launch(n, m, b * h, max(d_k, d_v)) and not exceeds_int32(*call.tensors)
+    return call.task.configs.one_launch if short and call.task.plain and not call.lengths else None

@@ -10,34 +10,29 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ... import compat
-from ..call import Call
-from ..compiled_ops import NO_SEED
+from ..call import Call, Extras
 from ..reference_backend import gradients
 from . import launches
-from .call import PLAIN, CallLayout, Extras, Task, layout, negated, padded
+from .call import PLAIN, CallLayout, Task, kinds_of_rows, layout, on_device, padded
 from .prepared import PREPARED, current_device, raw_stream
 
 _find = PREPARED.get  # bound once: on the path of a launch every attribute lookup counts
-ForwardCall = Callable[..., tuple[Tensor, Tensor]]
-BackwardCall = Callable[..., tuple[Tensor | None, ...]]
 
 
 # Prepared calls: for one layout of the tensors, what is allocated and launched.
 
 
-def prepared_forward(call: CallLayout) -> ForwardCall:
+def _once_per_layout(make: Callable[[CallLayout], Any]) -> Callable[[CallLayout], Any]:
+    def find(call: CallLayout) -> Any:
+        found = _find((make, call))
+        return PREPARED.put((make, call), make(call)) if found is None else found
+
+    return find
+
+
+@_once_per_layout
+def prepared_forward(call: CallLayout) -> Callable[..., tuple[Tensor, Tensor]]:
     """(q, k, v, extras, spare_lse) → (o, lse)."""
-    found = _find(("forward", call))
-    return PREPARED.put(("forward", call), _forward_call(call)) if found is None else found
-
-
-def prepared_backward(call: CallLayout) -> BackwardCall:
-    """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; also of table and slopes if the bias is learned."""
-    found = _find(("backward", call))
-    return PREPARED.put(("backward", call), _backward_call(call)) if found is None else found
-
-
-def _forward_call(call: CallLayout) -> ForwardCall:
     passes, program = launches.forward(call)
     b, h, _, n, _, _, d_v = call.sizes
     shape, dtype, device = (b, h, n, d_v), call.dtype, call.device
@@ -61,7 +56,9 @@ def _forward_call(call: CallLayout) -> ForwardCall:
     return forward
 
 
-def _backward_call(call: CallLayout) -> BackwardCall:
+@_once_per_layout
+def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ...]]:
+    """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; also of table and slopes if the bias is learned."""
     outputs, program = launches.backward(call)
     run = program.run
     if not call.bias_gradient and not call.optional_inputs:
@@ -104,14 +101,12 @@ def forward(
     if not q.numel() or not k.numel():
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         return q.new_zeros((*q.shape[:3], v.shape[-1])), lse
-    if task.scale < 0:
-        return forward(-q, k, v, negated(task), extras)
     d_v = v.shape[-1]
     q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v, _min_value_width(q))
-    layouts, extras = (layout(q), layout(k), layout(v)), extras.on(q.device)
-    there = extras.limits, False, False, extras.at is not None, extras.integers
+    layouts, extras = (layout(q), layout(k), layout(v)), on_device(extras, q.device)
+    call = CallLayout(task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
     with _device_of(q):
-        o, lse = prepared_forward(CallLayout(task, layouts, q.dtype, q.device, *there))(q, k, v, extras)
+        o, lse = prepared_forward(call)(q, k, v, extras)
     return _narrowed(o, d_v), lse
 
 
@@ -129,18 +124,14 @@ def backward(
     (q, k, v, o, lse), (do, dlse) = saved, grads
     if not q.numel() or not k.numel():
         return tuple(None if x is None else torch.zeros_like(x) for x in (q, k, v, *extras[:2]))
-    if task.scale < 0:
-        dq, *others = backward((-q, k, v, o, lse), grads, negated(task), extras, bias_gradient)
-        assert dq is not None
-        return -dq, *others
     d_k, d_v, least = q.shape[-1], v.shape[-1], _min_value_width(q)
     q, k = aligned_rows(q), aligned_rows(k)
     v, o, do = (aligned_rows(x, least) for x in (v, o, do))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     layouts = tuple(map(layout, (q, k, v, o, do)))
-    given = extras.on(q.device)
-    there = given.limits, dlse is not None, bias_gradient, False, given.integers
-    run = prepared_backward(CallLayout(task, layouts, q.dtype, q.device, *there))
+    given = on_device(extras, q.device)
+    kinds = *kinds_of_rows(given), dlse is not None, bias_gradient
+    run = prepared_backward(CallLayout(task, layouts, q.dtype, q.device, *kinds))
     with _device_of(q):
         made = run((q, k, v, o, do, lse), dlse, given)
     dq, dk, dv = (_narrowed(x, d) for x, d in zip(made[:3], (d_k, d_k, d_v)))
@@ -149,8 +140,7 @@ def backward(
     return dq, dk, dv, *map(_like_parameter, made[3:], extras[:2])
 
 
-def _narrowed(x: Tensor | None, d: int) -> Tensor:
-    assert x is not None
+def _narrowed(x: Tensor, d: int) -> Tensor:
     return x if x.shape[-1] == d else x[..., :d].contiguous()
 
 
@@ -181,9 +171,7 @@ def _min_value_width(q: Tensor) -> int:
 
 def _device_of(q: Tensor) -> AbstractContextManager[Any]:
     """Makes the device of q the current one, if it is not."""
-    if not q.is_cuda or q.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(q.device)
+    return nullcontext() if _on_current_device(q) else torch.cuda.device(q.device)
 
 
 # Repeated calls without bias, dropout and log-sum-exp. In a short call the GPU waits for Python; here everything but
@@ -211,14 +199,14 @@ class PreparedAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Tensor:
         if self.learns:
             return _apply(q, k, v, self)
-        extras = Extras(None, None, rows[0], NO_SEED, rows[1]).on(q.device) if rows else PLAIN
+        extras = on_device(Extras(lengths=rows[0], at=rows[1]), q.device) if rows else PLAIN
         return self.forward(q, k, v, extras)[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = PLAIN) -> tuple[Tensor, Tensor, Any]:
         """o, lse, and the key under which the backward pass finds its launches."""
         key: tuple[Any, ...] = self.token, q.stride(), k.stride(), v.stride()
         if extras is not PLAIN:
-            key = *key, extras.limits, extras.integers
+            key = *key, *kinds_of_rows(extras)
         run, token = _find(key, _UNKNOWN)
         aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         if run is not None and aligned and _on_current_device(q):
@@ -229,9 +217,8 @@ class PreparedAttention:
             return o, lse, token
         token = None
         if _readable(q, k, v):
-            there = extras.limits, False, False, extras.at is not None, extras.integers
             layouts = layout(q), layout(k), layout(v)
-            call = CallLayout(self.task, layouts, q.dtype, q.device, *there)
+            call = CallLayout(self.task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
             _, token = PREPARED.put(key, (prepared_forward(call), object()))
         o, lse = forward(q, k, v, self.task, extras)
         if not self.learns and lse.numel() <= MAX_SPARE and not _in_graph(q):

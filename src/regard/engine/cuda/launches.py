@@ -23,6 +23,7 @@ SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly
 MERGED = 16  # rows whose parts one program merges
 HOPPER_WIDTHS = (64, 128)  # of the kernels for Hopper; heads that are narrower get zeros behind
 PARTS = "part_o", "part_lse"  # the workspace for the parts of split tiles
+TERMS = "lengths", "table", "slopes", "seed"  # arguments of the general kernels
 
 Launches = list[tuple[Launch, Arguments]]
 
@@ -45,7 +46,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
             h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
             S=_static(call, step, config, wide),
         )  # fmt: skip
-        names = "q", "k", "v", "o", "lse", *PARTS, *_extras(call), step.work.items, step.work.blocks
+        names = "q", "k", "v", "o", "lse", *PARTS, *TERMS, step.work.items, step.work.blocks
         of_step[step] = [(attend, names), _merge(call, step, step.work.joins)]
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
     return route, Program(inputs, _in_order(route, of_step), workspace, call.device)
@@ -91,8 +92,7 @@ def decode(call: CallLayout) -> Program | None:
         decode_kernel, heads * pieces, config, *q.strides[:2], *k.strides, *v.strides,
         h_kv, heads, m, task.start, pieces, *_numbers(call)[:2], S=sizes,
     )  # fmt: skip
-    others = ("lengths" if call.lengths else "lse"), ("at" if call.per_row else "lse")
-    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, *others))]
+    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, "lengths", "at"))]
     if pieces > 1:
         total = Launch(
             merge_kernel, heads * (rows // MERGED), config, h * d_v, group * d_v, d_v, h_kv, heads, group, 0, 0,
@@ -116,8 +116,7 @@ def backward(call: CallLayout) -> Backward:
 
 def passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
     """The passes of the plan, by tiles of queries or of keys."""
-    task, (_, _, _, n, m, _, _) = call.task, call.sizes
-    return device_passes((task.pattern, task.start, task.step), (n, m), config, by_keys, call.device)
+    return device_passes(call.place, config, by_keys, call.device)
 
 
 def general_backward(call: CallLayout) -> Backward:
@@ -131,7 +130,8 @@ def general_backward(call: CallLayout) -> Backward:
     learns_table = call.bias_gradient and task.reach is not None
     sums = [f"far{nth}" for nth in range(len(counts))] if call.bias_gradient else []
     if learns_table:
-        programs = _bias_programs(call, counts)
+        # Each with a row of sums per head: about as many as a GPU runs at a time, and no more than items.
+        programs = min(max(2 * _multiprocessors(device) // (b * h), 1), max(counts, default=1))
         launches += table_gradient(call, by_queries, programs)
         sums.append("near")
     workspace = {"stats": b * h * n * 4, "part": max(part, part_of_keys)}
@@ -152,7 +152,7 @@ def general_backward(call: CallLayout) -> Backward:
             made.append(torch.zeros((programs, b, h, 2 * reach + 1), device=device))
         return tuple(made)
 
-    return Backward(outputs, program)
+    return outputs, program
 
 
 def gradients(
@@ -180,7 +180,7 @@ def gradients(
         of_step[step] = [_gradients(call, programs, config, made, (q, k, v), buffers, tables)]
         for name, out, at in outs:
             query_offset = (0, 1) if by_keys else (task.start, task.step)
-            total = _sum(out, (at, width), step, step.work.joins, config, query_offset, wide)
+            total = _sum(out, (at, width), step, step.work.joins, config, query_offset)
             of_step[step].append((total, (name, "part", step.work.joins)))
     slots = max((step.work.slots for step in route.steps), default=0)
     return of_step, slots * heads * config.tile * width
@@ -197,9 +197,9 @@ def _gradients(
         h, b * h, for_keys, n, task.start, task.step, task.scale, *_numbers(call),
         S=static._replace(GROUP=h // h_kv, HAS_DLSE=call.has_dlse),
     )  # fmt: skip
-    (stats, *others), dlse = buffers, "dlse" if call.has_dlse else "lse"
-    names = "q", "k", "v", "o", "do", "lse", dlse, stats, "dq", "dk", "dv", *others
-    return launch, (*names, *_extras(call), *tables)
+    stats, *others = buffers
+    names = "q", "k", "v", "o", "do", "lse", "dlse", stats, "dq", "dk", "dv", *others
+    return launch, (*names, *TERMS, *tables)
 
 
 def one_launch_backward(call: CallLayout) -> Backward | None:
@@ -207,14 +207,13 @@ def one_launch_backward(call: CallLayout) -> Backward | None:
     config = one_launch_config(call)
     if config is None:
         return None
-    (b, h, h_kv, n, m, _, _), task, outs = call.sizes, call.task, tuple(x.like() for x in call.tensors[:3])
-    query_offset, tile = (task.start, task.step), (config.tile, config.block)
-    lists, for_keys = tables(task.pattern, (n, m), query_offset, tile, call.device)
+    (b, h, h_kv, *_), outs = call.sizes, tuple(x.like() for x in call.tensors[:3])
+    lists, for_keys = tables(call.place, (config.tile, config.block), call.device)
     programs = for_keys * b * h_kv + (len(lists[0]) - for_keys) * b * h
-    made = static(task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
+    made = static(call.task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
     launch = _gradients(call, programs, config, made, outs, ("lse",) * 3, lists, for_keys)
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
-    return Backward(_like_inputs, Program(inputs, [launch], {}, call.device))
+    return _like_inputs, Program(inputs, [launch], {}, call.device)
 
 
 def _like_inputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -234,7 +233,7 @@ def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Laun
             h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
             S=_static(call, step, config, wide)._replace(SPLIT=False, ACCUMULATES=False),
         )  # fmt: skip
-        names = "q", "k", "v", "do", "stats", "near", *_extras(call), step.work.items, step.work.blocks
+        names = "q", "k", "v", "do", "stats", "near", *TERMS, step.work.items, step.work.blocks
         launches.append((launch, names))
     return launches
 
@@ -256,28 +255,15 @@ def bias_gradients(call: CallLayout, sums: tuple[Tensor, ...]) -> tuple[Tensor |
     return near, -far[:, 2] if call.task.has_slopes else None
 
 
-def _bias_programs(call: CallLayout, counts: list[int]) -> int:
-    """Programs per head, each with a row of sums: about as many as a GPU runs at a time, and no more than items."""
-    b, h = call.sizes[:2]
-    at_a_time = 2 * _multiprocessors(call.device)
-    return min(max(at_a_time // (b * h), 1), max(counts, default=1))
-
-
 def _sum(
-    out: Layout,
-    part: tuple[int, int],
-    step: DevicePass,
-    joins: Tensor,
-    config: Config,
-    at: tuple[int, int],
-    wide: bool,
+    out: Layout, part: tuple[int, int], step: DevicePass, joins: Tensor, config: Config, at: tuple[int, int]
 ) -> Launch:
     """Adds up the parts of split tiles. part: where a row of `out` begins in a row of parts, and how long that is."""
     b, h, _, d = out.shape
     return Launch(
         sum_kernel, len(joins) * b * h * (config.tile // SLICE), config, *out.strides, h, b * h, *at, part[0],
         keep=_kept(step), R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=part[1],
-        ACCUMULATES=step.accumulates, WIDE=wide,
+        ACCUMULATES=step.accumulates, WIDE=exceeds_int32(out),
     )  # fmt: skip
 
 
@@ -303,12 +289,6 @@ def _numbers(call: CallLayout) -> tuple[Any, ...]:
     below = min(round(task.dropout_p * 2**32), 2**32 - 1)
     cap = 1.0 if task.softcap is None else base2(task.softcap)
     return base2(task.scale), cap, task.reach or 0, below, 1.0 / (1.0 - task.dropout_p)
-
-
-def _extras(call: CallLayout) -> tuple[str, ...]:
-    """Lengths, table, slopes and seed; lse is passed for those that are absent, and is not read."""
-    there = call.optional_inputs
-    return *(name if name in there else "lse" for name in ("lengths", "table", "slopes")), "seed"
 
 
 # The kernels for Hopper
@@ -340,11 +320,10 @@ def routes(
 def takes_hopper(call: CallLayout) -> bool:
     """Whether the kernels for Hopper support such a call.
 
-    They need 16-bit types, one head width for all, no bias, softcap, dropout or lengths. The scale may not be
-    negative, because the largest score is scaled last.
+    They need 16-bit types, one head width for all, no bias, softcap, dropout or lengths.
     """
-    task, d = call.task, call.tensors[0].shape[-1]
-    if call.lengths or not task.plain or task.scale < 0 or call.dtype.itemsize != 2:
+    d = call.tensors[0].shape[-1]
+    if call.lengths or not call.task.plain or call.dtype.itemsize != 2:
         return False
     if padded(d) not in HOPPER_WIDTHS or exceeds_int32(*call.tensors):
         return False
@@ -388,7 +367,7 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     program = Program(inputs, launches, workspace, device, zeroed=zeroed)
     one_tensor = any(launch.kernel is sum_kernel for launch, _ in for_keys)
     if make is torch.empty and not one_tensor and all(x == contiguous(*x.shape) for x in call.tensors[:3]):
-        return Backward(_like_inputs, program)
+        return _like_inputs, program
 
     def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """dk and dv as halves of one tensor, so that one launch adds up the parts of both."""
@@ -396,4 +375,4 @@ def hopper_backward(call: CallLayout) -> Backward | None:
             return make((3, *q), dtype=dtype, device=device).unbind(0)
         return make(q, dtype=dtype, device=device), *make((2, *k), dtype=dtype, device=device).unbind(0)
 
-    return Backward(outputs, program)
+    return outputs, program

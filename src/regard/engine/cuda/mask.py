@@ -21,11 +21,10 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from ...errors import BackendError
 from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, classify, full, neighborhood
 from ...pattern.classification import of_relation
 from ...progression import FAR, Ints
-from ..plan import run_formulas
+from ..plan import conjuncts, residue, run_formulas
 
 # Marks of blocks: they have columns past the last key, past the upper bound, before the lower bound, exempt columns.
 END, UPPER, LOWER, FREES = 16, 32, 64, 128
@@ -36,16 +35,12 @@ Free = tuple[int, int]  # (k, r): places ≡ r mod k
 
 
 def expression(pattern: Pattern) -> str:
-    """The condition on positions i and j as Triton source.
+    """The condition on positions i and j as Triton source. Of words with data, only grids have one.
 
     >>> from regard.pattern import causal, every
     >>> expression(causal() & ~every(4))
     '((j <= i) & ((j % 4 == 0) == 0))'
     """
-    if any(word.has_data and not isinstance(word, neighborhood) for word in pattern.leaves()):
-        raise BackendError(
-            f"{pattern!r} carries data: no Triton kernel can be made of it; backend='auto' masks it"
-        )
     return pattern.fold(
         lambda word: word.condition() if isinstance(word, neighborhood) else _condition(word.relation),
         "({} & {})".format,
@@ -57,12 +52,12 @@ def expression(pattern: Pattern) -> str:
 def _condition(r: Relation) -> str:
     """Remainders are taken of i and of j, never of i − j: a tile has rows + columns of those, not rows × columns."""
     conditions = (
-        (r.divisor > 1, f"{_residue('i', r.divisor)} == j % {r.divisor}"),
-        (r.query_class[0] > 1, f"{_residue('i', r.query_class[0])} == {r.query_class[1]}"),
+        (r.divisor > 1, f"{residue('i', r.divisor)} == j % {r.divisor}"),
+        (r.query_class[0] > 1, f"{residue('i', r.query_class[0])} == {r.query_class[1]}"),
         (r.key_class[0] > 1, f"j % {r.key_class[0]} == {r.key_class[1]}"),
         (r.query_below < FAR, f"i < {r.query_below}"),
         (r.key_below < FAR, f"j < {r.key_below}"),
-        *((True, f"i - {_residue('i', size)} == j - j % {size}") for size in r.blocks),
+        *((True, f"i - {residue('i', size)} == j - j % {size}") for size in r.blocks),
         (r.far < FAR, f"i - j <= {r.far}"),
         (r.near > -FAR, f"j - i <= {-r.near}" if r.near else "j <= i"),
     )
@@ -70,11 +65,6 @@ def _condition(r: Relation) -> str:
     if len(holds) <= 1:
         return f"({holds[0] if holds else 'j == j'})"
     return f"({' & '.join(f'({one})' for one in holds)})"
-
-
-def _residue(name: str, k: int) -> str:
-    """The remainder with the sign of k, as in Python: Triton's has the sign of the position, which may be < 0."""
-    return f"({name} % {k} + {k}) % {k}"
 
 
 @lru_cache(maxsize=1024)
@@ -121,8 +111,8 @@ def band(pattern: Pattern) -> Band | None:
     if reads_keys_only(pattern):
         return Band() if pattern == full() else Band(only=pattern)
     match pattern:
-        case Word():
-            return _of_relation(pattern.relation)
+        case Word() if _is_band(r := pattern.relation):
+            return Band(r.far if r.far < FAR else None, -r.near if r.near > -FAR else None)
         case Both(left, right):
             return _both(band(left), band(right))
         case Either(left, right) if reads_keys_only(right):
@@ -132,12 +122,6 @@ def band(pattern: Pattern) -> Band | None:
     return None
 
 
-def _of_relation(r: Relation) -> Band | None:
-    if not _is_band(r):
-        return None
-    return Band(r.far if r.far < FAR else None, -r.near if r.near > -FAR else None)
-
-
 def reads_keys_only(pattern: Pattern) -> bool:
     return not pattern.has_data and not pattern.reads_query
 
@@ -145,26 +129,22 @@ def reads_keys_only(pattern: Pattern) -> bool:
 def _both(a: Band | None, b: Band | None) -> Band | None:
     if a is None or b is None:
         return None
-    try:
-        before, low = _tighter(a.before, a.low, b.before, b.low)
-        after, high = _tighter(a.after, a.high, b.after, b.high)
-    except ValueError:
+    lower, upper = _tighter(a.before, a.low, b.before, b.low), _tighter(a.after, a.high, b.after, b.high)
+    if lower is None or upper is None:
         return None
     only = a.only if b.only is None else b.only if a.only is None else a.only & b.only
-    return Band(before, after, low, high, only)
+    return Band(lower[0], upper[0], lower[1], upper[1], only)
 
 
 def _tighter(
     a: int | None, free: Pattern | None, b: int | None, freed: Pattern | None
-) -> tuple[int | None, Pattern | None]:
-    """Two bounds as one; the wider one has no effect unless the tighter one has exceptions."""
+) -> tuple[int | None, Pattern | None] | None:
+    """Two bounds as one: the wider one has no effect unless the tighter one has exceptions. None: there is none."""
     if a is None or b is None:
         return (b, freed) if a is None else (a, free)
     if b < a:
         a, free, b, freed = b, freed, a, free
-    if free is None or (a == b and free == freed):
-        return a, free
-    raise ValueError
+    return (a, free) if free is None or (a == b and free == freed) else None
 
 
 def _either(a: Band | None, keys: Pattern) -> Band | None:
@@ -180,20 +160,12 @@ def marks(found: Band | None, i: Run, j: Run) -> Ints:
     if found is None:
         return np.full(len(i.first), 4)
     never = np.zeros(len(i.first), dtype=bool)
-    uncut = [np.logical_not(_all(words, i, j)) for words in (found.low, found.high)]
-    lower = never if found.before is None else (i.last - j.first > found.before) & uncut[0]
-    upper = never if found.after is None else (j.last - i.first > found.after) & uncut[1]
+    cuts = [True if x is None else ~classify(x, i, j).all for x in (found.low, found.high)]
+    lower = never if found.before is None else (i.last - j.first > found.before) & cuts[0]
+    upper = never if found.after is None else (j.last - i.first > found.after) & cuts[1]
     if found.only is not None:
         lower = lower | ~classify(found.only, i, j).all
     return lower + 2 * upper
-
-
-def _all(pattern: Pattern | None, i: Run, j: Run) -> Any:
-    return False if pattern is None else classify(pattern, i, j).all
-
-
-def conjuncts(pattern: Pattern) -> list[Pattern]:
-    return [*conjuncts(pattern.left), *conjuncts(pattern.right)] if isinstance(pattern, Both) else [pattern]
 
 
 def narrowed(pattern: Pattern) -> Pattern:

@@ -7,16 +7,15 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ... import compat
-from ..call import Cache
-from ..compiled_ops import NO_SEED
-from .call import Config
+from ..call import NO_SEED, Cache
+from .call import OPTIONAL_INPUTS, Config
 
 # Bound to names of this module: on the path of a launch every attribute lookup counts.
 _address = Tensor.data_ptr
@@ -63,8 +62,6 @@ class Launch:
 
     def __call__(self, *given: Tensor | int) -> None:
         """Launch through Triton; the first time, compile for these tensors."""
-        if not self.grid[0]:
-            return
         if self.compiled is not None:
             self.compiled[self.grid](*given, *self.rest)
             return
@@ -86,9 +83,9 @@ class Program:
     """The launches of one call, in order, and the workspace that they share.
 
     inputs: names of the tensors that are passed to `run`; "seed" is the name of its number. workspace: the number of
-    float32 values of each buffer; for an empty buffer, which no launch reads, lse is passed. Once compiled, launches
-    are called with addresses, each looked up once: for a tensor, Triton would ask the driver for its address, and
-    creating tensors for the buffers would take longer.
+    float32 values of each buffer. For an empty buffer and an optional input that the call does not have, lse is
+    passed, and not read. Once compiled, launches are called with addresses, each looked up once: for a tensor, Triton
+    would ask the driver for its address, and creating tensors for the buffers would take longer.
     """
 
     def __init__(
@@ -97,7 +94,8 @@ class Program:
     ):  # fmt: skip
         pieces = {name: size for name, size in workspace.items() if size}
         index = {name: at for at, name in enumerate([*inputs, "seed", *pieces])}
-        index |= {name: index["lse"] for name in workspace if name not in pieces}
+        absent = (name for name in (*OPTIONAL_INPUTS, *workspace) if name not in index)
+        index |= dict.fromkeys(absent, index.get("lse", 0))
         self.launches: list[tuple[Launch, Any, Arguments]] = []
         for launch, names in launches:
             given = [index[x] for x in names if not isinstance(x, Tensor)]
@@ -134,8 +132,5 @@ class Program:
             ]
 
 
-class Backward(NamedTuple):
-    """A prepared backward pass."""
-
-    outputs: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]  # (q, k, v, …) → dq, dk, dv, to be filled
-    program: Program
+# A prepared backward pass: (q, k, v, …) → dq, dk, dv, to be filled; and what fills them.
+Backward = tuple[Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], Program]

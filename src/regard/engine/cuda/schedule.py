@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ...pattern import Pattern, Run, classify
 from ...progression import Ints
-from ..plan import Pass, plan, transposed
+from ..call import Place
+from ..plan import Pass, conjuncts, plan
 from .call import Config
-from .mask import NO_KEY_FREE, Free, band, conjuncts, lines, marks, narrowed, without_certain_words
+from .mask import NO_KEY_FREE, Free, band, lines, marks, narrowed, without_certain_words
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile
@@ -125,8 +126,6 @@ def repeated(work: Schedule, times: int, apart: int) -> Schedule:
 
 def _kinds(one: Pass, segs: Ints, block: int, sides: _Sides) -> Ints:
     """FULL, RAGGED or EMPTY for the block of each segment."""
-    if not len(segs):
-        return np.zeros(0, dtype=np.int64)
     found = classify(one.pattern, *sides.runs(one.tiles[segs[:, 0]], segs[:, 3:]))
     first = np.flatnonzero(_changes(segs, 2))
     size = np.diff(first, append=len(segs))
@@ -140,15 +139,13 @@ def _marks(
     one: Pass, pattern: Pattern, segs: Ints, block: int, sides: _Sides, lined: bool
 ) -> tuple[Ints, tuple[Free, Free]]:
     """What has to be tested in each block, 0 in full ones; and the columns that are exempt from a bound."""
-    nowhere = NO_KEY_FREE, NO_KEY_FREE
-    if not len(segs):
-        return np.zeros(0, dtype=np.int64), nowhere
     i, j = sides.runs(one.tiles[segs[:, 0]], segs[:, 4:])
     found, first = band(pattern), np.flatnonzero(_changes(segs, 3))
     cut = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, marks(found, i, j)), first)
     short = np.add.reduceat(segs[:, 6], first) < block
     if sides.by_keys or not lined or found is None or found.only is not None:
-        return np.where(short & (cut == 0), 1, cut), nowhere  # empty columns are hidden by either test
+        # Empty columns are hidden by either test.
+        return np.where(short & (cut == 0), 1, cut), (NO_KEY_FREE, NO_KEY_FREE)
     alone = np.diff(first, append=len(segs)) == 1
     i, j = (Run(x.first[first], x.step[first], x.count[first]) for x in (i, j))
     return lines(found, cut, i, j, alone, short)
@@ -167,8 +164,6 @@ def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:
 
 def _joined(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
     """The parts of each tile, by key; a part that continues the previous one is merged with it."""
-    if not len(parts):
-        return tile, parts
     order = np.lexsort((parts[:, 0], parts[:, 0] % parts[:, 1], parts[:, 1], tile))
     tile, (first, step, count) = tile[order], parts[order].T
     accumulates = np.append(False, first[1:] == (first + step * count)[:-1])
@@ -179,8 +174,6 @@ def _joined(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
 
 def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
     """Segments (tile, block of the tile, first column, first, step, count) of concatenated parts, tile by tile."""
-    if not len(parts):
-        return np.zeros((0, 6), dtype=np.int64)
     counts = parts[:, 2]
     new = np.flatnonzero(np.diff(tile, prepend=-1))  # the first part of each tile
     total = np.add.reduceat(counts, new)
@@ -195,7 +188,7 @@ def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
     order = np.argsort(at, kind="stable")  # two sorted runs: one merge
     part = np.cumsum(order < len(begin)) - 1
     at = at[order]
-    final = np.append(at[1:] != at[:-1], True)
+    final = np.diff(at, append=-1) != 0
     at, part = at[final], part[final]
     end = begin + counts
     inside = at < end[part]  # not in the empty columns after the last part of a tile
@@ -236,9 +229,6 @@ def _cut_whole(tile: Ints, parts: Ints, block: int) -> tuple[Ints, Ints]:
 
 def _table(segs: Ints) -> tuple[Ints, Ints, Ints, int]:
     """One row per block (see SEGMENTS), its tile, whether it is masked; and the largest number of segments."""
-    if not len(segs):
-        none = np.zeros(0, dtype=np.int64)
-        return np.zeros((0, WIDTH), dtype=np.int64), none, none, 1
     tile, kind, _, place, first, step, count = segs.T
     new = _changes(segs, 3)
     start = np.flatnonzero(new)
@@ -251,7 +241,7 @@ def _table(segs: Ints) -> tuple[Ints, Ints, Ints, int]:
     later = rank > 0
     table[which[later], 3 * rank[later] - 1] = place[later]
     table[:, 8] = np.add.reduceat(count, start)
-    return table, tile[start], kind[start], int(rank.max()) + 1
+    return table, tile[start], kind[start], int(rank.max(initial=0)) + 1
 
 
 def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, Ints]:
@@ -259,7 +249,7 @@ def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, In
     t = np.arange(len(tiles))
     end = np.cumsum(np.bincount(owner, minlength=len(tiles)))
     begin = np.append(0, end[:-1])
-    masked = end - np.bincount(owner[kind == RAGGED], minlength=len(tiles))[t] if len(owner) else end
+    masked = end - np.bincount(owner[kind == RAGGED], minlength=len(tiles))
     pieces = np.maximum(-(-(end - begin) // longest), 1)
     of = np.repeat(t, pieces)
     nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -270,8 +260,7 @@ def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, In
     slot = np.where(split, np.cumsum(split) - 1, -1)
     items = np.column_stack([tiles[of], lo, np.clip(masked[of], lo, hi), hi, slot])
     whose = np.flatnonzero(pieces > 1)
-    first_slot = slot[np.searchsorted(of, whose, side="left")] if len(whose) else whose
-    joins = np.column_stack([tiles[whose], first_slot, pieces[whose]])
+    joins = np.column_stack([tiles[whose], slot[np.searchsorted(of, whose)], pieces[whose]])
     return items[np.argsort(lo - hi, kind="stable")], joins
 
 
@@ -303,22 +292,14 @@ class DevicePasses:
 
 
 @lru_cache(maxsize=256)
-def device_passes(
-    where: tuple[Pattern, int, int],
-    size: tuple[int, int],
-    config: Config,
-    by_keys: bool,
-    device: torch.device,
-) -> DevicePasses:
-    """The passes of the plan, or of the transposed plan (by_keys), on a device.
-
-    where: pattern, start, step. size: n, m.
-    """
-    sides = _Sides(*where[1:], by_keys)
-    written = np.zeros(size[by_keys], dtype=bool)
+def device_passes(place: Place, config: Config, by_keys: bool, device: torch.device) -> DevicePasses:
+    """The passes of the plan, or of the transposed plan (by_keys), on a device."""
+    _, n, m, start, step = place
+    sides = _Sides(start, step, by_keys)
+    written = np.zeros(m if by_keys else n, dtype=bool)
     steps: list[DevicePass] = []
     covers = False
-    for one, keep in _kept_passes(where, size, config.tile, by_keys):
+    for one, keep in _kept_passes(place, config.tile, by_keys):
         mine = _owned(one, keep, sides)
         accumulates = bool(written[mine].any())
         covers = covers or (not accumulates and not steps and len(mine) == len(written))
@@ -329,24 +310,18 @@ def device_passes(
     return DevicePasses(tuple(steps), covers)
 
 
-def _kept_passes(
-    where: tuple[Pattern, int, int], size: tuple[int, int], tile: int, by_keys: bool
-) -> Iterator[tuple[Pass, Pattern | None]]:
+def _kept_passes(place: Place, tile: int, by_keys: bool) -> Iterator[tuple[Pass, Pattern | None]]:
     """The passes of a plan without the conditions on a tile's own members, and those conditions.
 
     `window(128) - every(64)` by tiles of keys is a window of which every 64th key is computed and discarded:
     otherwise each block would need a mask for a key or two, which costs more than computing those keys.
     """
-    (pattern, start, step), (n, m) = where, size
-    make = transposed if by_keys else plan
-    for one in make(pattern, n, m, start, step, tile).passes:
-        own: list[Pattern] = []
-        others: list[Pattern] = []
-        for condition in conjuncts(one.pattern):
-            reads_others = condition.reads_query if by_keys else condition.reads_key
-            (others if reads_others else own).append(condition)
+    for one in plan(*place, tile, by_keys).passes:
+        conditions = conjuncts(one.pattern)
+        others = [x for x in conditions if (x.reads_query if by_keys else x.reads_key)]
+        own = [x for x in conditions if x not in others]
         if own and others:
-            core = make(reduce(and_, others), n, m, start, step, tile)
+            core = plan(reduce(and_, others), *place[1:], tile, by_keys)
             if len(core.passes) == 1 and core.computed <= 1.1 * one.computed:
                 yield core.passes[0], reduce(and_, own)
                 continue

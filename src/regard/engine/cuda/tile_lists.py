@@ -21,6 +21,7 @@ from torch import Tensor
 from ...pattern import Pattern, full, neighborhood
 from ...pattern.grid import Axis
 from ...progression import Ints
+from ..call import Place
 from ..parts import row_steps
 from .mask import NO_KEY_FREE
 from .schedule import BEGINS, ITEM, WIDTH, DevicePass, DevicePasses, Schedule
@@ -33,14 +34,14 @@ Table = NDArray[np.bool_]
 
 @lru_cache(maxsize=256)
 def tables(
-    pattern: Pattern, size: tuple[int, int], offset: tuple[int, int], tile: tuple[int, int], device: torch.device
-) -> tuple[tuple[Tensor, Tensor, Tensor], int]:  # fmt: skip
+    place: Place, tile: tuple[int, int], device: torch.device
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Items, members and blocks of the tiles of keys, then of the tiles of queries; and the number of tiles of keys.
 
-    size: n, m. offset: start, step of the queries. tile: members of a tile, of a block.
+    tile: members of a tile, of a block.
     """
-    (n, m), (_, step) = size, offset
-    allowed = pattern.allowed(n, m, offset, torch.device("cpu")).numpy()
+    pattern, n, m, start, step = place
+    allowed = pattern.allowed(n, m, (start, step), torch.device("cpu")).numpy()
     keys = tile_lists(np.ascontiguousarray(allowed.T), row_steps(pattern, step, True), *tile)
     queries = tile_lists(allowed, row_steps(pattern, step, False), *tile)
     queries.items[:, 3:6] += len(keys.blocks)
@@ -118,9 +119,7 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
 
 MEMBERS = 64  # the number of members of a tile, and of a block
 MAX_LISTS = 1 << 14  # for all kinds of tiles together: 20 MiB
-LIST = (
-    MEMBERS + 4 * MEMBERS
-)  # words of a listed block: its keys; then four words of sixteen bits for each query
+LIST = MEMBERS + 4 * MEMBERS  # words of a list: keys; then four words of sixteen bits for each query
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,9 +202,7 @@ def _lists(along: list[tuple[Ints, NDArray[np.bool_]]], strides: list[int]) -> l
     return made
 
 
-def _schedule(
-    grid: neighborhood, box: tuple[int, ...], along: list[Along], device: torch.device
-) -> Schedule:  # fmt: skip
+def _schedule(grid: neighborhood, box: tuple[int, ...], along: list[Along], device: torch.device) -> Schedule:
     strides = [prod(grid.grid[at + 1 :]) for at in range(len(box))]
     words = [np.zeros(LIST, dtype=np.int64)]  # EMPTY_LIST
     # For each kind of tile, its lists and the number of keys of each.

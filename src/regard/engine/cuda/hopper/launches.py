@@ -107,7 +107,7 @@ def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DeviceP
         tables = cut.chunks, cut.blocks, cut.slot, cut.lists
         names = "q", "k", "v", "o", "do", "lse", dlse, *made, *tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
-        total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step), exceeds_int32(out))
+        total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step))
         of_step[step] = [(launch, names), (total, ("dq", "part", cut.joins))]
         parts = max(parts, cut.slots * b * h * config.tile * width)
     return of_step, parts, counters
