@@ -436,7 +436,7 @@ def forward_route(pattern, n, heads):
     from regard.engine.cuda.schedule import device_passes
 
     config = default(128, 128, torch.bfloat16).hopper_forward
-    return device_passes((pattern, 0, 1), (n, n), config, False, CPU), (contiguous(1, heads, n, 128),) * 3
+    return device_passes((pattern, n, n, 0, 1), config, False, CPU), (contiguous(1, heads, n, 128),) * 3
 
 
 LONGFORMER = window(64) | rows(64) | every(64)
@@ -447,14 +447,8 @@ LONGFORMER = window(64) | rows(64) | every(64)
 def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_keys(n):
     from regard.engine.cuda.work_split import mix
 
-<<<<<<< HEAD
     pattern, heads = LONGFORMER, 2
     route, layouts = forward_route(pattern, n, heads)
-=======
-    pattern, n, heads = window(64) | rows(64) | every(64), 4096, 2
-    route = device_passes((pattern, n, n, 0, 1), default(128, 128, torch.bfloat16).hopper_forward, False, CPU)
-    layouts = (contiguous(1, heads, n, 128),) * 3
->>>>>>> wt-a
     pieces, flat, long, cut = mix(route, layouts, 1, 24, 0.1)
     assert long[0].shape[2] == heads * n and pieces.keep is None and flat.keep == ~rows(64)
     seen, parts = np.zeros((heads * n, heads * n), dtype=np.int8), np.zeros(heads * cut.slots, dtype=int)
@@ -480,7 +474,6 @@ def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_
         assert blocks[t, 9] >> 8 & 255 == of[2]  # as many rows
     begin = cut.chunks.numpy()[:, 0]
     assert (np.diff(blocks[begin[:24], 0]) >= -640).all()  # programs begin in the order of rows
-<<<<<<< HEAD
     assert cut.joins[:, 4].sum() == cut.slots  # all pieces are added up
     assert len(cut.chunks) > 24  # the dynamic share, for programs that finish early
 
@@ -498,13 +491,6 @@ def test_global_rows_run_apart_where_one_launch_cannot_hold_them(pattern, n, ste
     from regard.engine.cuda.work_split import mix
 
     assert mix(*forward_route(pattern, n, 2), step, 24, 0.1) is None
-=======
-    assert mix(route, layouts, 2, 24, 0.1) is None  # heads cannot be flattened
-    one = device_passes(
-        (causal() & window(64), n, n, 0, 1), default(128, 128, torch.bfloat16).hopper_forward, False, CPU
-    )
-    assert mix(one, layouts, 1, 24, 0.1) is None
->>>>>>> wt-a
 
 
 GRIDS = [
