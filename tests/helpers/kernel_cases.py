@@ -317,9 +317,7 @@ def _on_gpu() -> Iterator[Case]:
     for d, dtype in ((64, "bfloat16"), (64, "float16"), (128, "bfloat16")):
         case = _large("causal window | every", d, dtype)
         yield replace(case, name=f"{case.name}, steep", steep=8.0)
-    yield replace(
-        _large("window | every", 64, "float16"), name="scale below 0, float16", scale=-0.5, steep=4.0
-    )
+    yield replace(_large("window | every", 64, "float16"), name="scale 0.5, float16", scale=0.5, steep=4.0)
     yield replace(_large("full", 64, "bfloat16"), name=f"table, n = {LONG}", reach=300)
     yield replace(_large("window | every", 128, "bfloat16"), name=f"dropout, n = {LONG}", dropout_p=0.2)
     yield replace(_large("causal window | every", 128, "bfloat16"), name=f"softcap, n = {LONG}", softcap=5.0)

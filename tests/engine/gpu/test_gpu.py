@@ -109,6 +109,18 @@ def test_softcap_and_sink_logits_have_the_gradients_of_the_formula(n):
 
 
 @THEIRS
+@pytest.mark.parametrize("n", [700, 2100])
+def test_a_scale_below_0_has_the_gradients_of_the_formula_every_time(n):
+    q, k, v = heads(n)
+    first, again, formula = (
+        rg.attention(q, k, v, SPARSE, scale=-0.3, backend=name) for name in ("triton", "triton", "reference")
+    )
+    exact = gradients(formula, [q, k, v])
+    for o in first, again:
+        assert close([o], [formula]) and close(gradients(o, [q, k, v]), exact)
+
+
+@THEIRS
 @pytest.mark.parametrize("lengths", [False, True])
 def test_one_query_at_a_position_of_its_own_in_each_batch_row(lengths):
     g = torch.Generator().manual_seed(0)
