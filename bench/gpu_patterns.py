@@ -29,6 +29,7 @@ from regard.engine.cuda import launches
 from regard.engine.cuda.call import CallLayout, Config, Configs, Task, default, layout
 from regard.engine.cuda.host import forward
 from regard.engine.cuda.prepared import Program
+from regard.engine.cuda.triton.backward import FOR_KEYS, FOR_QUERIES
 from regard.pattern import Pattern, causal, dilated, every, strided, window
 
 HEADS = 16
@@ -194,11 +195,11 @@ def one_kernel(kind: str, pattern: Pattern, n: int, d: int, config: Config):
         return lambda: forward(q, k, v, task)
     o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, 0.0, None, default(d, d, q.dtype)))
     call = CallLayout(task, tuple(map(layout, (q, k, v, o, do))), q.dtype, q.device)
-    by_queries, by_keys = launches.passes(call, config, False), launches.passes(call, config, True)
-    made = launches.dq(call, by_queries) if kind == "dq" else launches.dkv(call, by_keys)
-    workspace = {"part": max(1, launches.part_size(call, by_queries, by_keys))}
+    route = launches.passes(call, config, kind == "dkv")
+    of_step, part = launches.gradients(call, route, config, FOR_KEYS if kind == "dkv" else FOR_QUERIES)
+    made = [launch for step in route.steps for launch in of_step[step]]
     names = "q", "k", "v", "o", "do", "lse", "stats", "dq", "dk", "dv"
-    program = Program(names, made, workspace, q.device)
+    program = Program(names, made, {"part": part}, q.device)
     grads = [torch.empty_like(q) for _ in range(3)]
     given = q, k, v, o, do, lse, lse.new_zeros((1, HEADS, n, 4)), *grads
 
