@@ -214,6 +214,13 @@ def first_key_twice_in_bfloat16(q, k, v):
     return first_key_twice(q, k, v)
 
 
+def causal_without_itself(q, k, v):
+    """Always causal."""
+    later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(0)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(later, -math.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v + (k.shape[-2] == 1) * v
+
+
 EVERYWHERE = {  # a fault in all sizes, of which a variant explains a few at most
     "a factor that depends on m": (
         lambda q, k, v: attention(q, k, v, scale=math.log(1 + k.shape[-2]) * q.shape[-1] ** -0.5),
@@ -223,6 +230,7 @@ EVERYWHERE = {  # a fault in all sizes, of which a variant explains a few at mos
     "the first key twice, in bfloat16": (first_key_twice_in_bfloat16, "outputs are wrong"),
     "an output that depends on m": (lambda q, k, v: k.shape[-2] * attention(q, k, v), "outputs are wrong"),
     "a mask 64 keys ahead": (causal_up_to_64_ahead, "causal is ignored"),
+    "causal without the query itself": (causal_without_itself, "causal is off by one"),
     "causal with two faults": (shifted_and_aligned_with_the_first_key, "causal is off by one"),
 }
 

@@ -76,6 +76,11 @@ class Observations:
                 break
 
     @property
+    def right_of_several_keys(self) -> list[tuple[Sample, list[Tensor]]]:
+        """Calls that say where a fault is not; one key has weight 1, whatever its score is."""
+        return [(s, got) for s, got in self.right if s.facets["m"] > 1]
+
+    @property
     def unseen(self) -> str:
         """A sentence about the calls that were skipped; "" if there were none."""
         if not self.left_out:
@@ -142,9 +147,8 @@ def find_cause(harness: Harness) -> Cause | None:
     variant, matched, contradicted = best
     where = ""
     if contradicted:  # right calls that the fault would change; "only" has to be true of all wrong calls
-        unlike = [
-            s for s, got in _light(seen.right) if relevant(variant, s) and not _matches(variant, s, got)
-        ]
+        right = _light(seen.right_of_several_keys)
+        unlike = [s for s, got in right if relevant(variant, s) and not _matches(variant, s, got)]
         where = condition([s.facets for s, *_ in seen.wrong], [s.facets for s in unlike])
     sample, got, want = next(w for w in seen.wrong if w[0].name in matched)
     return Cause(
@@ -384,10 +388,8 @@ def _defined(variant: Variant, sample: Sample) -> bool:
 
 def _unexplained(seen: Observations) -> Cause:
     sample, got, want = seen.wrong[0]
-    several = [
-        s.facets for s, _ in seen.right if s.facets["m"] > 1
-    ]  # one key has weight 1, whatever its score
-    where = condition([s.facets for s, _, _ in seen.wrong], several)
+    right = [s.facets for s, _ in seen.right_of_several_keys]
+    where = condition([s.facets for s, _, _ in seen.wrong], right)
     bad = [g for g in got if not bool(torch.isfinite(g).all())]
     name = "outputs are NaN or infinite" if bad else "outputs are wrong"
     if not bad and _only_rounded(seen):

@@ -40,7 +40,7 @@ def check(name: str, measured: Any, comparison: str, bound: Any, *, because: str
     return Check(name, measured, text, bool(COMPARISONS[comparison](measured, bound)))
 
 
-def within(name: str, measured: float, low: float, high: float, *, because: str = "") -> Check:
+def within(name: str, measured: float, low: float, high: int | float, *, because: str = "") -> Check:
     """The number has to lie between two bounds.
 
     >>> within("loss", 2.77, 2.75, 2.79, because="ln 16 = 2.773").expected
