@@ -81,8 +81,9 @@ class MultiHeadAttention(nn.Module):
         """The new vectors; with return_weights also the attention weights, which do not change the output.
 
         values: the input of the values, where it is not the context. lengths: the number of real keys per row.
-        pattern: restricts the declared one further (documents, …); a list has one per head. bias: added to the scores,
-        in addition to the layer's own position. at: the query offset. adds_bias: False leaves the bias of w_o to the caller.
+        pattern: restricts the declared one further (documents, …); a list has one per head. bias: added to the
+        scores, in addition to the layer's own position. at: the query offset. adds_bias: False leaves the bias of w_o
+        to the caller.
         """
         options = (
             values is not None
