@@ -93,6 +93,7 @@ def test_a_pattern_is_read_as_it_is_written(pattern):
 
 REFUSED = [
     ("causal() & widow(2)", "'widow' is not a pattern word; did you mean window?"),
+    ("causal() &", "'causal() &' is not a pattern: invalid syntax at its end"),
     ("window(2", "'window(2' is not a pattern: '(' was never closed at column 7"),
     ("window(x)", "window(x): a whole number is needed"),
     ("window(True)", "window(True): a whole number is needed"),

@@ -300,9 +300,15 @@ REFUSED = {
         gpt(), torch.ones(1, 1, dtype=torch.long), padding=torch.zeros(1, 2, dtype=torch.bool)
     ),
     "temperature=0: it needs to be above 0 and finite; for 0 use greedy()": lambda: sample(0),
-    "top_k=0: at least one token has to remain": lambda: sample(top_k=0),
+    "eos_id=[3, 4]: one token id is needed, a whole number": lambda: generate(gpt(), [[1]], eos_id=[3, 4]),
+    "prompt has the token 11; this model has the tokens 0 to 10": lambda: generate(gpt(), [[1], [2, 11]]),
+    "temperature='hot': it needs to be above 0 and finite; for 0 use greedy()": lambda: sample("hot"),
+    "seed=None: a whole number is needed, of at most 64 bits": lambda: sample(seed=None),
+    "top_k=2.5: a whole number is needed, of at least 1": lambda: sample(top_k=2.5),
+    "beam(2.5): the width needs to be a whole number of at least 1": lambda: beam(2.5),
+    "top_k=0: a whole number is needed, of at least 1": lambda: sample(top_k=0),
     "top_p=0 is not in (0, 1]": lambda: sample(top_p=0),
-    "beam(0): the width needs to be at least 1": lambda: beam(0),
+    "beam(0): the width needs to be a whole number of at least 1": lambda: beam(0),
     "length_penalty=-1: it needs to be at least 0": lambda: beam(length_penalty=-1),
 }
 

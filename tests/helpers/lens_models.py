@@ -3,7 +3,7 @@
 import torch
 
 import regard as rg
-from regard.lens.calls import AttentionCall, is_causal_call, tensors_of
+from regard.lens.calls import AttentionCall, is_causal_call, query_offset, tensors_of
 
 FAMILIES = ("bert", "gpt2", "llama", "t5", "marian", "bart", "vit")
 TWO_SIDED = ("t5", "marian", "bart")
@@ -68,5 +68,14 @@ def small(layers=2, causal=True):
 def captured(source, role="self", valid=None):
     versions = tuple(x._version for x in tensors_of(source))
     return AttentionCall(
-        0, "layer", role, "sdpa", source, source.shape, versions, is_causal_call(source, role), valid=valid
+        0,
+        "layer",
+        role,
+        "sdpa",
+        source,
+        source.shape,
+        versions,
+        is_causal_call(source, role),
+        query_offset(source, role),
+        valid=valid,
     )

@@ -98,6 +98,11 @@ def test_masks_of_other_types_and_polarities_are_found(kind):
 
 
 @pytest.mark.long
+def test_the_code_of_a_counterexample_has_what_was_specified():
+    plain, given = adapt(textbook).source, adapt(textbook, layout="b h n d", mask="hide").source
+    assert plain.endswith("textbook)") and given == plain[:-1] + ", layout='b h n d', mask='hide')"
+
+
 def test_a_docstring_defines_what_true_means():
     def attention(q, k, v, mask=None):
         """True in the mask means that the pair is masked out."""

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import regard as rg
 
@@ -80,3 +81,52 @@ def test_a_call_that_raises_gets_no_points():
     judged = rg.judge(raising)
     assert judged.score == 0.0 and "out of registers" in judged.reasons[0]
     assert rg.judge(3).score == 0.0
+
+
+class Written(nn.Module):
+    """A self-attention, by its name."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.num_heads, self.written = 2, forward
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.written(self, x)
+
+
+MODULE_CHEATS = {
+    "zeros": (lambda m, x: 0 * m.first(x), "the output does not depend on the input"),
+    "each by itself": (lambda m, x: m.second(m.first(x).relu()), "no output depends on another position"),
+    "the mean": (
+        lambda m, x: m.first(x.mean(1, keepdim=True).expand_as(x)),
+        "the output is an affine map of the input, which no attention is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULE_CHEATS)
+def test_modules_that_do_not_attend_get_no_points(name):
+    cheat, reason = MODULE_CHEATS[name]
+    judged = rg.judge(Written(cheat), seed=1)
+    assert judged.score == 0.0 and judged.reasons == (reason,)
+
+
+def test_a_part_that_is_no_attention_gets_points_only_as_that_part():
+    judged = rg.judge(nn.LayerNorm(8))
+    assert judged.score == 0.0 and judged.reasons == ("it is a norm, not an attention",)
+    assert rg.judge(nn.LayerNorm(8), kind="layer-norm").score == 1.0
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.MultiheadAttention(8, 2, batch_first=True),
+        rg.Attention(8, heads=2, pattern=rg.causal() & rg.window(1)).build(),
+        Written(lambda m, x: (m.first(x) @ m.second(x).mT / 8**0.5).softmax(-1) @ x),
+    ],
+    ids=["PyTorch's", "regard's", "written"],
+)
+def test_modules_that_attend_get_all_points(module):
+    judged = rg.judge(module, seed=1)
+    assert judged.score == 1.0, judged.reasons

@@ -324,6 +324,23 @@ def test_under_autocast_the_first_layer_is_still_self_attention():
     assert cross.calls[0].role == "cross"
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_unfilled_slots_of_a_static_cache_do_not_move_the_queries(implementation):
+    """Their keys are masked: query 0 of the first call is at position 0, not at slots − n."""
+    transformers = pytest.importorskip("transformers")
+    model, ids = huggingface("gpt2", implementation), torch.arange(1, 8)[None]
+    cache = transformers.StaticCache(config=model.config, max_cache_len=20)
+    first = look(model, {"input_ids": ids, "past_key_values": cache}, keep="copy")
+    given = {"input_ids": ids[:, :1], "past_key_values": cache, "cache_position": torch.tensor([7])}
+    after = look(model, given, keep="copy")
+    assert after.calls[0].shape[2:] == (1, 20)
+    assert [c.query_offset for c in (first.calls[0], after.calls[0])] == [0, 7]
+    plain = look(model, {"input_ids": ids})
+    for name in ("distance", "on_self", "on_previous"):
+        a, b = (getattr(view.statistics[0], name) for view in (first, plain))
+        torch.testing.assert_close(a, b)
+
+
 def test_a_layer_that_runs_two_times_is_recorded_two_times():
     class Twice(nn.Module):
         def __init__(self):

@@ -74,6 +74,15 @@ def test_tokens_come_from_ids_from_names_or_from_a_tokenizer():
         look(model, IDS, {"from": []})
 
 
+def test_a_second_input_in_place_of_tokens_is_recognized():
+    x = torch.randn(1, 5, 16)
+    with pytest.raises(rg.SpecError) as refused:
+        look(rg.Attention(16, heads=2).build(), x, x)
+    assert str(refused.value) == (
+        "tokens is a tensor of shape (1, 5, 16); several inputs are one tuple: rg.look(model, (a, b))"
+    )
+
+
 def test_names_and_grids_that_fit_no_attention_are_refused():
     layer, x = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval(), torch.randn(2, 5, 16)
     with pytest.raises(rg.ShapeError, match="tokens has 2 rows of 4; the attention has 2 rows of 5"):

@@ -483,7 +483,10 @@ def one_layer():
     return rg.Attention(8, heads=2).build()
 
 
-WRONG_INPUTS = {
+WRONG_INPUTS = {  # the first case is shape-checked: it has the declared types
+    "the cache has 2 layers and this model 4; use model.cache()": lambda gpt: gpt(
+        torch.zeros(1, 2, dtype=torch.long), cache=rg.Cache(2)
+    ),
     "token ids of shape (b, n) are needed, one row per text, not (3,)": lambda gpt: gpt(
         torch.zeros(3).long()
     ),
@@ -497,9 +500,6 @@ WRONG_INPUTS = {
     ),
     "the cache has 1 batch rows and this call 2; `cache.select(rows)` keeps or repeats rows": lambda gpt: (
         cached(gpt, 1, 2)
-    ),
-    "the cache has 2 layers and this model 4; use model.cache()": lambda gpt: gpt(
-        torch.zeros(1, 2, dtype=torch.long), cache=rg.Cache(2)
     ),
 }
 

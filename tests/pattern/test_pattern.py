@@ -486,7 +486,10 @@ def test_a_table_is_on_the_device_of_the_pattern_s_data():
     assert causal().device is None and (causal() | window(2)).allowed(3).device.type == "cpu"
 
 
-WRONG_DATA = {
+WRONG_DATA = {  # the first case is shape-checked: it has the declared types
+    "where(<lambda>): it returned torch.int64, and a condition is needed, true or false": lambda: where(
+        lambda i, j: i - j
+    ).count(5),
     "documents: ids is of type list, not a tensor; use torch.as_tensor(ids)": lambda: documents([0, 0, 1]),
     "documents: ids of torch.float32; whole numbers are needed, such as ids.long()": lambda: documents(
         torch.tensor([0.0, 1.0])
@@ -494,9 +497,6 @@ WRONG_DATA = {
     "lengths: l is of type int, not a tensor; use torch.as_tensor(l)": lambda: lengths(3),
     "lengths: l has shape (); one length per batch row is needed, (b,)": lambda: lengths(torch.tensor(3)),
     "where(3): a function of i and j is needed": lambda: where(3),
-    "where(<lambda>): it returned torch.int64, and a condition is needed, true or false": lambda: where(
-        lambda i, j: i - j
-    ).count(5),
     "where(<lambda>): it returned int, and a condition is needed, true or false": lambda: where(
         lambda i, j: i - j
     ).allows(3, 1),

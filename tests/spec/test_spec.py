@@ -79,6 +79,18 @@ WRONG = [
     (lambda: Attention(64, heads=8, kv_heads=3), "kv_heads=3 does not divide heads=8; use 1, 2, 4 or 8"),
     (lambda: Attention(64, heads=0), "heads=0 is not a positive integer"),
     (lambda: Attention(64, heads=8, d_k=-2), "d_k=-2 is not a positive integer"),
+    (
+        lambda: Attention(64, pattern="causal()"),
+        "pattern='causal()' is not a pattern; use rg.causal(), rg.window(2), …",
+    ),
+    (
+        lambda: Attention(64, position="rope"),
+        "position='rope' is not a position; use rg.rope(), rg.alibi(), …",
+    ),
+    (
+        lambda: Embedding(9, 8, position=16),
+        "position=16 is not a position; use rg.sinusoidal(), rg.learned(64), …",
+    ),
     (lambda: Attention(64, dropout=1.0), "dropout=1.0 is not in [0, 1)"),
     (lambda: Attention(64, score="dott"), "score='dott' is unknown; did you mean dot?"),
     (lambda: Attention(64, biases="some"), "biases='some' is unknown; known: all, none, output"),

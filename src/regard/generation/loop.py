@@ -56,11 +56,11 @@ def generate(
         raise SpecError(
             f"strategy={strategy!r} is not a strategy; use rg.greedy(), rg.sample(0.8) or rg.beam(4)"
         )
+    if eos_id is not None and not hasattr(eos_id, "__index__"):
+        raise SpecError(f"eos_id={eos_id}: one token id is needed, a whole number")
     tokens, lengths = _aligned(prompt, padding, next(model.parameters()).device)
     limits = _limits(max_new_tokens, len(tokens))
-    _require_causal(
-        model, tokens.shape[1] if lengths is None else int(lengths.min()), tokens.shape[1] + max(limits)
-    )
+    _require_fitting(model, tokens, lengths, tokens.shape[1] + max(limits))
     was_training = model.training
     model.eval()
     try:
@@ -159,14 +159,20 @@ def _limits(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
     return limits
 
 
-def _require_causal(model: nn.Module, prompt: int, total: int) -> None:
-    """Refuse a model in which a token changes what earlier ones compute: a cache keeps their keys and values.
+def _require_fitting(
+    model: nn.Module, tokens: Int[Tensor, "b n"], lengths: Int[Tensor, " b"] | None, total: int
+) -> None:
+    """Refuse tokens that the model does not have, and a model in which a token changes what earlier ones compute.
 
-    Within its prompt, a prefix language model may attend to later tokens.
+    A cache keeps their keys and values. Within its prompt, a prefix language model may attend to later tokens.
     """
     stack = model.decoder if isinstance(model, EncoderDecoder) else model
-    if not isinstance(stack, Stack):
+    if not isinstance(stack, Stack) or stack.embedding is None:
         return
+    vocab, prompt = len(stack.embedding.table), tokens.shape[1] if lengths is None else int(lengths.min())
+    wrong = tokens[(tokens < 0) | (tokens >= vocab)]
+    if len(wrong):
+        raise ShapeError(f"prompt has the token {int(wrong[0])}; this model has the tokens 0 to {vocab - 1}")
     pattern = stack.spec.block.attention.pattern
     if not isinstance(pattern, causal) and (pattern - causal() - sinks(prompt)).count(total):
         declared = f"({pattern!r})" if "|" in repr(pattern) else repr(pattern)

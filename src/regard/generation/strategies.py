@@ -30,14 +30,16 @@ class sample:
     seed: int = 0
 
     def __post_init__(self):
-        if not 0.0 < self.temperature < inf:
+        if not isinstance(self.temperature, int | float) or not 0.0 < self.temperature < inf:
             raise SpecError(
-                f"temperature={self.temperature}: it needs to be above 0 and finite; for 0 use greedy()"
+                f"temperature={self.temperature!r}: it needs to be above 0 and finite; for 0 use greedy()"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise SpecError(f"top_k={self.top_k}: at least one token has to remain")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise SpecError(f"top_k={self.top_k}: a whole number is needed, of at least 1")
         if not 0.0 < self.top_p <= 1.0:
             raise SpecError(f"top_p={self.top_p} is not in (0, 1]")
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
+            raise SpecError(f"seed={self.seed}: a whole number is needed, of at most 64 bits")
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class beam:
     length_penalty: int | float = 0.6
 
     def __post_init__(self):
-        if self.width < 1:
-            raise SpecError(f"beam({self.width}): the width needs to be at least 1")
+        if not isinstance(self.width, int) or self.width < 1:
+            raise SpecError(f"beam({self.width}): the width needs to be a whole number of at least 1")
         if self.length_penalty < 0:
             raise SpecError(f"length_penalty={self.length_penalty}: it needs to be at least 0")
 

@@ -1,5 +1,6 @@
 """`judge`: a score for generated attention code, with the reasons."""
 
+import copy
 import hashlib
 import random
 import time
@@ -18,7 +19,8 @@ from .diagnosis.samples import TOLERANCE, Sample, expected, observe, samples
 from .harness import DTYPES, Harness, Inexpressible
 from .law import Case
 from .probe import probe
-from .target import Target
+from .run_law import kind_name
+from .target import Model, Part, Target
 
 GROUPS = {  # the weight of each group of calls in the score
     "plain calls": 3.0,
@@ -71,13 +73,18 @@ def judge(attention: Any, *, seed: int | None = None, seconds: float | int = 20.
         with warnings.catch_warnings(), torch.random.fork_rng():
             warnings.simplefilter("ignore")
             torch.manual_seed((fresh * 2654435761 + 97) % (2**31))  # not the seed of the inputs
-            result = _judged(target, fresh, began + seconds)
+            if isinstance(target, Part) and "kind" not in hints:
+                result = Judgment(0.0, (f"it is {kind_name(target)}, not an attention",))
+            else:
+                result = _judged(target, fresh, began + seconds)
     finally:
         torch.set_num_threads(threads)
     return Judgment(result.score, result.reasons, result.cause, result.groups, time.monotonic() - began)
 
 
 def _judged(target: Target, seed: int, until: float | int) -> Judgment:
+    if isinstance(target, Model) and (cheat := _module_cheating_reason(target, seed)):
+        return Judgment(0.0, (cheat,))
     if target.kind != "function":
         return _module(target)
     probed = probe(target)
@@ -220,6 +227,42 @@ def _ignores_inputs(call: Any, o: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bo
     return torch.equal(everything, o) or (
         torch.equal(call(q, k, moved_v), o) and torch.equal(call(moved_q, k, v), o)
     )
+
+
+def _module_cheating_reason(target: Model, seed: int) -> str | None:
+    """Why a module of vectors gets the score 0 although laws hold: it is not an attention."""
+    if target.d_model is None or target.vocab is not None or target.image is not None:
+        return None
+    g = torch.Generator().manual_seed(seed % (2**31))
+    shape = (2, target.length or min(6, target.max_length), target.d_model)
+    module = copy.deepcopy(target.module).double().eval()
+    x, y, step = (2.0 * torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(3))
+    context: tuple[Tensor, ...] = ()
+    if target.architecture == "decoder":
+        width = target.d_context or target.d_model
+        context = (torch.randn(2, 5, width, generator=g, dtype=torch.float64),)
+
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = target.call(module, x.to(target.device), *context)
+        return (out[0] if isinstance(out, tuple) else out).double().cpu()
+
+    try:
+        o, other = call(x), call(y)
+        if torch.equal(o, other):
+            return "the output does not depend on the input"
+        size = float((o - other).abs().max())
+        moved = x.clone()
+        moved[:, shape[1] // 2] = y[:, shape[1] // 2]
+        changed = (call(moved) - o).abs().flatten(2).amax((0, 2)) if o.dim() > 2 else None
+        if changed is not None and not context and int((changed > 1e-9 * size).sum()) < 2:
+            return "no output depends on another position"
+        bend = (call(x + step) - o) - (call(y + step) - other)
+        if float(bend.abs().max()) < 1e-6 * size:
+            return "the output is an affine map of the input, which no attention is"
+    except Exception:  # a call that raises is scored by the laws
+        return None
+    return None
 
 
 def _module(target: Target) -> Judgment:

@@ -20,6 +20,7 @@ from .score_mods import CausalMask, Heads, Region, Rows, ScoreMod
 
 Implementation = Literal["sdpa", "flex", "fast path", "eager", "regard"]
 Role = Literal["self", "cross"]
+MASKED = torch.finfo(torch.float32).min / 2  # many models mask with their dtype's lowest number
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +118,8 @@ class AttentionCall:
 
     layer: its number in running order, from 0. name: the path of its module ("#2" for its second run).
     implementation: which function or operator ran. queries, keys: the tokens of both sides, one tuple per batch row.
-    causal: no query attends to a later key. valid: which queries are not padding; None means all.
+    causal: no query attends to a later key. query_offset: the key position of query 0. valid: which queries are not
+    padding; None means all.
     """
 
     layer: int
@@ -128,6 +130,7 @@ class AttentionCall:
     shape: tuple[int, int, int, int]
     versions: tuple[int | None, ...] = ()
     causal: bool = False
+    query_offset: int = 0
     queries: tuple[tuple[str, ...], ...] = ()
     keys: tuple[tuple[str, ...], ...] = ()
     valid: Bool[Tensor, "b n"] | None = None
@@ -156,12 +159,6 @@ class AttentionCall:
     def scale(self) -> float | None:
         return None if self.source is None else self.source.scale
 
-    @property
-    def query_offset(self) -> int:
-        """The key position of query 0: m − n in self-attention with a cache, else 0."""
-        top_left = self.source is not None and self.source.top_left_causal
-        return self.m - self.n if self.role == "self" and not top_left else 0
-
     def weights(
         self, heads: list[int] | None = None, rows: list[int] | None = None, batch: int = 0
     ) -> Float[Tensor, "h r m"]:
@@ -176,8 +173,7 @@ class AttentionCall:
 
     def allowed(self, rows: list[int] | None = None, batch: int = 0) -> Bool[Tensor, "h r m"]:
         """Which pairs are allowed; for an eager call, which weights are above 0."""
-        threshold = torch.finfo(torch.float32).min / 2  # many models mask with their dtype's lowest number
-        return self.scores(None, rows, batch) > threshold
+        return self.scores(None, rows, batch) > MASKED
 
     def values(self, heads: list[int] | None = None, batch: int = 0) -> Float[Tensor, "h m d_v"] | None:
         """The values that the weights average, one matrix per query head."""
@@ -214,14 +210,28 @@ class AttentionCall:
         return self.source
 
 
+def query_offset(source: Source, role: Role) -> int:
+    """The key position of query 0; 0 except in self-attention with a cache.
+
+    There the last query is at the last key that it may attend to: slots after it are not filled yet.
+    """
+    _, h, n, m = source.shape
+    if role == "cross" or source.top_left_causal:
+        return 0
+    if not 0 < n < m:
+        return m - n
+    allowed = (source.scores(Region(0, slice(0, h), [n - 1], m)) > MASKED).flatten(0, -2).any(0).nonzero()
+    return (int(allowed[-1]) if len(allowed) else m - 1) - (n - 1)
+
+
 def is_causal_call(source: Source, role: Role) -> bool:
     """Whether no query gives weight to a later key, by whatever mask; tested on the first and the middle query."""
     _, h, n, m = source.shape
     if role == "cross" or m < 2 or n > m:
         return False
-    rows = sorted({0, (n - 1) // 2})
+    rows, offset = sorted({0, (n - 1) // 2}), query_offset(source, role)
     device = tensors_of(source)[0].device
-    later = torch.arange(m, device=device) > torch.tensor(rows, device=device)[:, None] + m - n
+    later = torch.arange(m, device=device) > torch.tensor(rows, device=device)[:, None] + offset
     weights = source.weights(Region(0, slice(0, h), rows, m))
     return bool(later.any()) and not bool((weights * later).any())
 

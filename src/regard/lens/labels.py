@@ -121,6 +121,10 @@ def _side(tokens: Any, ids: Tensor | None, valid: Tensor | None) -> Side | None:
 
 
 def _names(tokens: Any) -> TokenNames:
+    if isinstance(tokens, Tensor):
+        raise SpecError(
+            f"tokens is a tensor of shape {tuple(tokens.shape)}; several inputs are one tuple: rg.look(model, (a, b))"
+        )
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         raise SpecError(
             f"tokens={tokens!r}: use a list of strings, one list per batch row, {{'source': …, 'target': …}}, "

@@ -15,7 +15,7 @@ from ..compat import version
 from ..errors import FormatError, RegardError, ShapeError, nearest
 from . import ablation, head_similarity, labels
 from . import relations as marked_pairs
-from .calls import AttentionCall, is_causal_call, tensors_of
+from .calls import AttentionCall, is_causal_call, query_offset, tensors_of
 from .head_kinds import RULES, HeadKind, Rule, classify_heads
 from .intercept import InterceptedCall, Interceptor, intercept
 from .rollout import rollout
@@ -94,6 +94,7 @@ class _CallCollector:
             source=source,
             shape=source.shape,
             causal=is_causal_call(source, call.role),
+            query_offset=query_offset(source, call.role),
             versions=tuple(version(x) for x in tensors_of(source)),
             queries=queries.names,
             keys=keys.names,

@@ -1,5 +1,6 @@
 """Multi-head attention: the module of a spec.Attention."""
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ class MultiHeadAttention(nn.Module):
         *,
         values: Float[Tensor, "b m_values d_values"] | None = None,
         lengths: Int[Tensor, " b"] | None = None,
-        pattern: Pattern | Tensor | None = None,
+        pattern: Pattern | Tensor | Sequence[Pattern] | None = None,
         bias: Bias = None,
         cache: KeyValues | None = None,
         at: At | Tensor = None,
@@ -80,8 +81,9 @@ class MultiHeadAttention(nn.Module):
         """The new vectors; with return_weights also the attention weights, which do not change the output.
 
         values: the input of the values, where it is not the context. lengths: the number of real keys per row.
-        pattern: restricts the declared one further (documents, …). bias: added to the scores, in addition to the
-        layer's own position. at: the query offset. adds_bias: False leaves the bias of w_o to the caller.
+        pattern: restricts the declared one further (documents, …); a list has one per head. bias: added to the
+        scores, in addition to the layer's own position. at: the query offset. adds_bias: False leaves the bias of w_o
+        to the caller.
         """
         options = (
             values is not None
@@ -267,7 +269,7 @@ class MultiHeadAttention(nn.Module):
         n, m = p.q.shape[-2], p.k.shape[-2]
         return _offset_positions(p.at, n, m - n, p.q.device), torch.arange(m, device=p.q.device)
 
-    def _pattern(self, given: Pattern | Tensor | None) -> Pattern | Tensor | None:
+    def _pattern(self, given: Pattern | Tensor | Sequence[Pattern] | None) -> Pattern | Tensor | None:
         own = self.spec.pattern
         if given is None:
             return own
@@ -276,7 +278,8 @@ class MultiHeadAttention(nn.Module):
         if isinstance(given, Pattern):
             return own & given
         if not isinstance(given, Tensor) or given.dtype != torch.bool:
-            return given  # rg.attention refuses it
+            refused: Any = given  # by rg.attention
+            return refused
         return given & own.allowed(given.shape[-2], given.shape[-1], device=given.device)
 
     def _check_widths(self, x: Tensor, source: Tensor, values: Tensor | None = None) -> None:

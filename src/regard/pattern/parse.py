@@ -27,7 +27,8 @@ def parse_pattern(text: str) -> Pattern:
     try:
         return _pattern(ast.parse(text, mode="eval").body)
     except SyntaxError as e:
-        raise FormatError(f"{text!r:.200} is not a pattern: {e.msg} at column {e.offset}") from e
+        where = f"at column {e.offset}" if e.offset else "at its end"
+        raise FormatError(f"{text!r:.200} is not a pattern: {e.msg} {where}") from e
     except (RecursionError, MemoryError) as e:  # MemoryError: the stack of Python's parser is full
         raise FormatError(f"a pattern is nested at most {MAX_DEPTH} levels deep") from e
     except ValueError as e:  # null bytes, numbers of thousands of digits

@@ -76,6 +76,14 @@ class Attention(Spec):
         require_known("score", self.score, SCORES)
         require_known("biases", self.biases, BIASES)
         require_known("ties", self.ties, ("share", "first"))
+        require(
+            isinstance(self.pattern, Pattern),
+            f"pattern={self.pattern!r} is not a pattern; use rg.causal(), rg.window(2), …",
+        )
+        require(
+            self.position is None or isinstance(self.position, Position),
+            f"position={self.position!r} is not a position; use rg.rope(), rg.alibi(), …",
+        )
         if self.d_model % self.heads and (self.d_k is None or self.d_v is None):
             divisors = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
             nearest_divisors = sorted(sorted(divisors, key=lambda h: abs(h - self.heads))[:4])

@@ -111,6 +111,10 @@ class Embedding(Spec):
         require_positive_fields(self, "vocab", "d_model")
         require_probability(self, "dropout")
         require(self.types >= 0, f"types={self.types} is negative; use 0 for no segment types")
+        require(
+            self.position is None or isinstance(self.position, Position),
+            f"position={self.position!r} is not a position; use rg.sinusoidal(), rg.learned(64), …",
+        )
         if self.position is not None:
             require(
                 self.position.acts == "input",

@@ -113,7 +113,7 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
         claims |= {"always causal"} if fixed[1] == 0 else set()
         lacks |= {"n≠m"}  # how its window is aligned with n ≠ m, and which queries have no key, is unknown
         alignment = alignment or "top-left"
-    source, imports = _source(function)
+    source, imports = _source(function, hints)
     return Function(
         name,
         reader.call,
@@ -278,7 +278,7 @@ def _varlen(function: Callable[..., Any], others: dict[str, Any]) -> Function:
     call, two = packed_call(function, others, names)
     claims = {"documents"} | ({"lengths"} if two else set())
     claims |= {x for x in ("causal", "scale", "window") if x in names}
-    source, imports = _source(function)
+    source, imports = _source(function, Hints())
     return Function(
         _name(function),
         call,
@@ -295,7 +295,7 @@ def _name(thing: Any) -> str:
     return getattr(thing, "__name__", None) or type(thing).__name__
 
 
-def _source(function: Callable[..., Any]) -> tuple[str | None, str]:
+def _source(function: Callable[..., Any], hints: Hints) -> tuple[str | None, str]:
     """The expression and the imports with which a snippet gets this function, if it can be imported."""
     if isinstance(function, nn.Module):
         return None, ""
@@ -307,4 +307,6 @@ def _source(function: Callable[..., Any]) -> tuple[str | None, str]:
         thing = getattr(thing, part, None)
     if thing is not function:
         return None, ""
-    return f"adapters.adapt({module}.{name})", f"import {module}\nfrom regard.laws import adapters"
+    specified = {n: value for n in ("layout", "mask") if (value := getattr(hints, n)) is not None}
+    arguments = ", ".join([f"{module}.{name}", *(f"{n}={value!r}" for n, value in specified.items())])
+    return f"adapters.adapt({arguments})", f"import {module}\nfrom regard.laws import adapters"
