@@ -189,7 +189,7 @@ def test_the_list_of_commands_shows_the_first_line_of_each_help_text(name):
         ({"d_model": None, "heads": 2}, "Attention: the field 'd_model' needs int, not None"),
         ({"d_model": True, "heads": 1}, "d_model=True is not a positive integer"),
         ({"d_model": 8, "heads": 2, "dropout": []}, "the field 'dropout' needs int | float, not ()"),
-        ({"d_model": 8, "heads": 2, "pattern": 3}, "the field 'pattern' needs Pattern, not 3"),
+        ({"d_model": 8, "heads": 2, "pattern": 3}, "pattern=3 is not a pattern; use rg.causal()"),
     ],
 )
 def test_a_field_of_the_wrong_type_in_json_is_named(fields, message):

@@ -129,7 +129,7 @@ CUDA: dict[str, Needs] = {
     "_softmax_backward_data": lambda args, outs: args[0].nbytes,
     "sum": _sum,
     "embedding_dense_backward": lambda args, outs: Need(sort_needs, (args[1].numel(), *outs[0].shape)),
-    "sparse_attention_backward": lambda _, s, *o: 2 * _sparse_flops(s[0], s[1], s[2], s[5:], *o[:3]),
+    "sparse_attention_backward": _sparse_backward,
 }
 CPU: dict[str, Needs] = {
     **dict.fromkeys(LOSSES, lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes),
