@@ -109,6 +109,28 @@ def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path, monkeypatch, na
         text.pairs("absent.tsv")
 
 
+@pytest.mark.parametrize("part", ["train", "valid", "test"])
+@pytest.mark.parametrize(
+    ("name", "raw", "side"),
+    [
+        ("a.tsv", "one\tuno\n  \tdos\n", "source"),
+        ("a.tsv", "one\tuno\ntwo\t\n", "target"),
+        (
+            "a.jsonl",
+            '{"source": "one", "target": "uno"}\n{"source": "", "target": "dos"}\n',
+            "source",
+        ),
+    ],
+)
+def test_a_pair_with_an_empty_side_is_named_by_file_and_line(tmp_path, monkeypatch, part, name, raw, side):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(raw)
+    (tmp_path / "good.tsv").write_text("one\tuno\n" * 30)
+    files = {"train": "good.tsv", "valid": "good.tsv"} | {part: name}
+    with pytest.raises(rg.FormatError, match=f"^{name}, line 2: the {side} is empty; remove lines"):
+        datasets.SentencePairs(**files, vocab=300).load(tmp_path)
+
+
 def test_a_record_without_its_field_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"label": 1}\n')

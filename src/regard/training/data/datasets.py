@@ -76,16 +76,12 @@ class SentencePairs:
     def _parts(self) -> tuple[list[tuple[str, str]], ...]:
         if self.train is None:
             home = corpora.folder(self.corpus)
-            return tuple(
-                _pairs(home / name, "source", "target") for name in ("train.tsv.gz", "valid.tsv", "test.tsv")
-            )
-        train = _pairs(self.train, "source", "target")
+            return tuple(_sentence_pairs(home / name) for name in ("train.tsv.gz", "valid.tsv", "test.tsv"))
+        train = _sentence_pairs(self.train)
         train, valid = (
-            _held_out(train, self.train)
-            if self.valid is None
-            else (train, _pairs(self.valid, "source", "target"))
+            _held_out(train, self.train) if self.valid is None else (train, _sentence_pairs(self.valid))
         )
-        return train, valid, valid if self.test is None else _pairs(self.test, "source", "target")
+        return train, valid, valid if self.test is None else _sentence_pairs(self.test)
 
     def _pairs(
         self, pairs: Sequence[tuple[str, str]], tokenizer: Tokens, drop: bool = False
@@ -311,6 +307,17 @@ def _pairs(path: Any, first: str, second: str) -> list[tuple[str, str]]:
     if _jsonl(path):
         return [(a, b) for a, b in text.records(path, first, second)]
     return text.pairs(path, (first, second))
+
+
+def _sentence_pairs(path: Any) -> list[tuple[str, str]]:
+    rows = _pairs(path, "source", "target")
+    for number, (source, target) in enumerate(rows, 1):
+        if not source.strip() or not target.strip():
+            side = "target" if source.strip() else "source"
+            raise FormatError(
+                f"{path}, line {number}: the {side} is empty; remove lines without a translation"
+            )
+    return rows
 
 
 def _texts(path: Any) -> list[str]:
