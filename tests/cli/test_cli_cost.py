@@ -275,3 +275,20 @@ def test_a_plan_takes_a_function_that_returns_a_model(tmp_path):
 def test_two_forms_of_output_are_an_error(command, words):
     with pytest.raises(rg.SpecError, match=f"{words}; choose one"):
         run(*command)
+
+
+def test_the_planner_feeds_a_bar_in_a_terminal_until_the_command_ends(monkeypatch):
+    from rich.progress import Progress
+
+    from regard.costs.planner import PROGRESS
+
+    plain, shown = PROGRESS.get(), []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(Progress, "update", lambda self, task, **given: shown.append(given))
+    with pytest.raises(KeyError), plan.progress_bar():
+        rg.costs.plan(
+            rg.Encoder(rg.Block(rg.Attention(8, heads=2), rg.FeedForward(8)), 1), memory=1 << 30, n=8
+        )
+        raise KeyError
+    assert shown[-1]["completed"] < shown[-1]["total"] and shown[-1]["description"]
+    assert PROGRESS.get() is plain

@@ -1,7 +1,7 @@
 """`regard plan`: what fits on a GPU, and how fast it would train."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,8 +41,10 @@ class PlanRequest:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A callback (description, done, total) that shows a bar on stderr; one line if that is no terminal."""
+def progress_bar() -> Iterator[None]:
+    """A bar on stderr while the planner runs; one line if that is no terminal."""
+    from ..costs.planner import PROGRESS
+
     try:
         from rich.console import Console
         from rich.progress import Progress
@@ -50,11 +52,17 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         Progress = None  # type: ignore[assignment]
     if Progress is None or not sys.stderr.isatty():
         typer.echo("planning …", err=True)
-        yield lambda *_: None
+        yield
         return
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task("planning")
-        yield lambda text, done, count: bar.update(task, description=text, completed=done, total=count)
+        before = PROGRESS.set(
+            lambda text, done, count: bar.update(task, description=text, completed=done, total=count)
+        )
+        try:
+            yield
+        finally:
+            PROGRESS.reset(before)
 
 
 @partial(with_options, PlanRequest)
@@ -69,14 +77,12 @@ def plan(request: PlanRequest) -> None:
 
     regard plan gpt2 --gpu 4090 --code 1 > plan.py && python plan.py
     """
-    from ..costs.planner import PROGRESS
     from ..costs.planner import plan as find_plan
     from ..pattern.parse import parse_pattern
     from . import targets
 
     require_one(json=request.as_json, code=request.code is not None)
-    with progress_bar() as progress:
-        before = PROGRESS.set(progress)
+    with progress_bar():
         result = find_plan(
             targets.read(request.source),
             memory=request.memory,
@@ -86,7 +92,6 @@ def plan(request: PlanRequest) -> None:
             ranks=request.ranks,
             pattern=None if request.pattern is None else parse_pattern(request.pattern),
         )
-        PROGRESS.reset(before)
     if request.code is not None:
         if request.code > len(result.choices) or not result.choices[request.code - 1].batch:
             fitting = sum(bool(c.batch) for c in result.choices)
