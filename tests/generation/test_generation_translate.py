@@ -66,6 +66,8 @@ def test_a_sentence_longer_than_the_model_reads_is_cut_and_named(run):
     finished = regard("--model", run, given="a dog\n" + "z" * 150)
     assert "line 2 has 151 tokens; the first 120 are translated: zzzz" in finished.stderr
     assert len(finished.stdout.splitlines()) == 2
+    later = regard("--model", run, given="\n" * 1030 + "z" * 150)  # read in parts of 1,024 lines
+    assert "line 1031 has 151 tokens" in later.stderr
 
 
 def test_no_text_is_longer_than_a_learned_table():

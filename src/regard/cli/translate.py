@@ -38,24 +38,20 @@ def translate(
         raise SpecError("give sentences or a file, not both")
     from ..generation import beam, greedy
     from ..training.progress import waiting
-    from ..training.recipes.translation import max_source_tokens
     from ..training.recipes.translation import translate as translate_texts
+    from ..training.recipes.translation import truncated
     from ..training.translator import open_translator
 
     net, tokens, strategy = open_translator(model)
     if width is not None:
         strategy = greedy() if width == 1 else beam(width)
-    limit, number = max_source_tokens(net), 0
+    number = 1
     # In a terminal each line is answered at once; a pipe is read in parts, in which similar lengths share batches.
     part = 1 if not sentences and file is None and sys.stdin.isatty() else 1024
     for lines in _parts(_lines(sentences, file), part):
-        for line, ids in zip(lines, tokens.encode(lines), strict=True):
-            number += 1
-            if len(ids) > limit:
-                warning = (
-                    f"line {number} has {len(ids)} tokens; the first {limit} are translated: {line[:40]}…"
-                )
-                typer.echo(warning, err=True)
+        for i, words in truncated(net, tokens, lines).items():
+            typer.echo(f"line {number + i} {words}", err=True)
+        number += len(lines)
         size = "" if width is None else f" with a beam of {width:,}"
         with waiting(f"translating {len(lines):,} line{'s' if len(lines) > 1 else ''}{size}", first=3.0):
             targets = translate_texts(net, tokens, lines, strategy)

@@ -13,8 +13,8 @@ from .data.tokens import Tokens
 from .models import card
 from .models import folder as included
 from .recipes.run import open_run
-from .recipes.translation import max_source_tokens
 from .recipes.translation import translate as translate_texts
+from .recipes.translation import truncated
 
 
 @overload
@@ -39,11 +39,8 @@ def translate(
         raise SpecError(f"texts={texts!r}: a text is needed, or a list of texts")
     net, tokens, recommended = open_translator(model)
     given = [texts] if isinstance(texts, str) else list(texts)
-    limit = max_source_tokens(net)
-    for i, ids in enumerate(tokens.encode(given)):
-        if len(ids) > limit:
-            cut = f"text {i} has {len(ids)} tokens; the first {limit} are translated: {given[i][:40]}…"
-            warnings.warn(cut, stacklevel=2)
+    for i, words in truncated(net, tokens, given).items():
+        warnings.warn(f"text {i} {words}", stacklevel=2)
     out = translate_texts(net, tokens, given, strategy or recommended)
     return out[0] if isinstance(texts, str) else out
 

@@ -55,6 +55,15 @@ def translate(
     return out
 
 
+def truncated(model: EncoderDecoder, tokens: Tokens, texts: Sequence[str]) -> dict[int, str]:
+    """Which texts `translate` truncates, and the words that say so."""
+    limit, long = max_source_tokens(model), {}
+    for i, ids in enumerate(tokens.encode(texts)):
+        if len(ids) > limit:
+            long[i] = f"has {len(ids)} tokens; the first {limit} are translated: {texts[i][:40]}…"
+    return long
+
+
 def max_source_tokens(model: EncoderDecoder, limit: int = MAX_SOURCE_TOKENS) -> int:
     """How many tokens of a text the model reads."""
     return min(limit, positions(model.encoder) or limit)
