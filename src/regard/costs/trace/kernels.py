@@ -115,7 +115,7 @@ def _cast(args: tuple, outs: list[Tensor]) -> int:
 
 
 def _batch_norm_backward(args: tuple, outs: list[Tensor]) -> int:
-    """A copy of the input if it and the gradient are contiguous in the same way, else one number per channel."""
+    """A copy of the input if it and the gradient are contiguous with equal strides, else one number per channel."""
     grad, x = args[:2]
     dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
     return x.nbytes if dense and grad.stride() == x.stride() else 4 * x.shape[1]

@@ -194,7 +194,7 @@ def _ranked(seen: Observations) -> list[tuple[Variant, set[str], list[Sample]]]:
             continue
         matched = {s.name for s, got, *_ in wrong if _matches(variant, s, got)}
         share = (
-            2 if order >= len(VARIANTS) else MIN_SHARE
+            MIN_SHARE if order < len(VARIANTS) else 2
         )  # a fitted number explains the call it was fitted to
         if share * len(matched) < sum(relevant(variant, s) for s, *_ in wrong):
             continue
