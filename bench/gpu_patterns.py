@@ -196,8 +196,7 @@ def one_kernel(kind: str, pattern: Pattern, n: int, d: int, config: Config):
     o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, 0.0, None, default(d, d, q.dtype)))
     call = CallLayout(task, tuple(map(layout, (q, k, v, o, do))), q.dtype, q.device)
     route = launches.passes(call, config, kind == "dkv")
-    of_step, part = launches.gradients(call, route, config, FOR_KEYS if kind == "dkv" else FOR_QUERIES)
-    made = [launch for step in route.steps for launch in of_step[step]]
+    made, part = launches.gradients(call, route, config, FOR_KEYS if kind == "dkv" else FOR_QUERIES)
     names = "q", "k", "v", "o", "do", "lse", "stats", "dq", "dk", "dv"
     program = Program(names, made, {"part": part}, q.device)
     grads = [torch.empty_like(q) for _ in range(3)]

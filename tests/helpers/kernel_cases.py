@@ -113,12 +113,12 @@ SMALL = [
     # Several passes, and tiles that are split
     Case("split rows", full(), n=5, m=283),
     Case("split keys", full(), n=283, m=5, at=(0, 1)),
-    Case("split keys that go on", causal() & (window(2) | every(64)), n=291, m=291),
+    Case("split keys that go on", causal() & (sinks(3) | dilated(4, 8) | every(32, 5)), n=291, m=291),
     Case("tiles without a rest", full(), n=32, m=32),
     Case("sinks | window | every", sinks(2) | window(3) | every(13, 5), n=53, m=53),
     Case("window, then two kinds of rows", window(3) | rows(13, 5) | rows(17, 1), n=97, m=97),
     Case("sinks | window, then rows", sinks(2) | window(3) | rows(13, 5), n=97, m=97),
-    Case("split rows that go on", causal() & (window(2) | rows(64)), n=291, m=291),
+    Case("split rows that go on", causal() & (window(2) | sinks(3) | rows(32, 5)), n=291, m=291),
     # Shapes
     Case("grouped heads", BOTH, h=4, h_kv=2, n=19, m=23),
     Case("values narrower", BOTH, d_k=24, d_v=5),
@@ -266,13 +266,13 @@ def _on_gpu() -> Iterator[Case]:
     singles = [case for case in [*SMALL, *OTHERS] if case.dtype == "float32"]
     yield from (_wide_batch(case, "bfloat16") for case in singles)
     yield from (_wide_batch(case, "float32") for case in singles if case.name in IN_FLOAT32)
-    yield from (_large(name, 128, "bfloat16") for name in LARGE)
+    yield from (_large(name, d, "bfloat16") for name, d in product(LARGE, (128, 256)))
     yield from (_large("causal window | every", 64, dtype) for dtype in ("bfloat16", "float16"))
-    for d in (64, 128):  # the rows of a head apart
+    for d in (64, 128, 256):  # the rows of a head apart
         case = _large("causal window | every", d, "float16")
         yield replace(case, name=f"{case.name}, heads behind positions", order="b n h d")
     flattened = {"n": 2112, "m": 2112, "b": 2, "h_kv": 4}  # flattened heads: 64 divides 2112
-    for name, d in product(("causal window | every", "window | every"), (64, 128)):
+    for name, d in product(("causal window | every", "window | every"), (64, 128, 256)):
         case = replace(_large(name, d, "bfloat16"), **flattened)
         yield replace(case, name=f"{name}, flattened heads, d = {d}")
     # Of the keys that all queries may attend to, parts of dk and dv, which the launch of the other keys adds up;
@@ -285,16 +285,20 @@ def _on_gpu() -> Iterator[Case]:
         (96, 3072, 4),
         (80, 3100, 2),
         (48, 3072, 4),
+        (256, 3072, 4),
+        (160, 3100, 2),
     ):
         name = f"causal window | every, in parts, d = {d}, h_kv = {h_kv}"
         yield Case(name, parts, n=n, m=n, d_k=d, d_v=d, b=2, h=4, h_kv=h_kv, dtype="bfloat16")
-    # Some passes by the kernels for Hopper, others by the general ones.
+    # Several passes. In the second and third, tiles that are split go on from the results of an earlier pass.
     mixed = {
         "global rows and keys": window(40) | rows(64) | every(64),
+        "split keys that go on": causal() & (window(64) | every(50) | sinks(100)),
+        "split rows that go on": causal() & (window(64) | rows(64) | sinks(100)),
         "window, then strided": causal() & (window(63) | strided(64)),
         "window, then dilated": causal() & (window(32) | dilated(32, 8) | dilated(32, 64)),
     }
-    for (name, pattern), d in product(mixed.items(), (64, 128)):
+    for (name, pattern), d in product(mixed.items(), (64, 128, 256)):
         yield Case(f"{name}, d = {d}", pattern, n=3072, m=3072, d_k=d, d_v=d, h=4, h_kv=2, dtype="bfloat16")
     # Passes in one launch: tiles wait for those of earlier passes. At the ends of heads tiles and blocks are short.
     chained = {
@@ -302,7 +306,9 @@ def _on_gpu() -> Iterator[Case]:
         "window, then dilated": mixed["window, then dilated"],
         "first rows without a key": (causal() - window(2)) & (window(64) | dilated(64, 8) | dilated(64, 64)),
     }
-    for (name, pattern), (d, n) in product(chained.items(), ((64, 3100), (128, 3072), (96, 3100))):
+    for (name, pattern), (d, n) in product(
+        chained.items(), ((64, 3100), (128, 3072), (96, 3100), (256, 3072))
+    ):
         shape = {"n": n, "m": n, "d_k": d, "d_v": d, "b": 2, "h": 4, "h_kv": 4}
         yield Case(f"{name}, in one launch, d = {d}", pattern, dtype="bfloat16", **shape)
     # Tiles that are boxes of a grid, blocks that are lists; grouped heads are not flattened.
@@ -311,10 +317,16 @@ def _on_gpu() -> Iterator[Case]:
         "image with steps": neighborhood((48, 32), 5, step=2, border="shifted"),
         "video": neighborhood((8, 16, 16), (3, 5, 5), causal=(True, False, False)),
     }
-    for (name, pattern), (d, h_kv) in product(grids.items(), ((64, 2), (128, 4), (96, 4))):
+    for (name, pattern), (d, h_kv) in product(grids.items(), ((64, 2), (128, 4), (96, 4), (256, 4))):
         shape = {"n": pattern.size, "m": pattern.size, "d_k": d, "d_v": d, "b": 2, "h": 4, "h_kv": h_kv}
         yield Case(f"{name} in boxes, d = {d}", pattern, dtype="bfloat16", **shape)
-    for d, dtype in ((64, "bfloat16"), (64, "float16"), (128, "bfloat16")):
+    for d, dtype in (
+        (64, "bfloat16"),
+        (64, "float16"),
+        (128, "bfloat16"),
+        (256, "bfloat16"),
+        (256, "float16"),
+    ):
         case = _large("causal window | every", d, dtype)
         yield replace(case, name=f"{case.name}, steep", steep=8.0)
     yield replace(_large("window | every", 64, "float16"), name="scale 0.5, float16", scale=0.5, steep=4.0)

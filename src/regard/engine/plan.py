@@ -132,6 +132,10 @@ class Request:
         penalty = 1 if one.max_parts <= MAX_PARTS else 2
         return penalty * float(cost) * len(tiles.first) / max(len(sample.first), 1)
 
+    def shared(self, tilings: tuple[Tiling, ...]) -> int:
+        """The passes that add to the results of earlier ones: they do not leave out the rows of those."""
+        return sum(x.pattern == _without_row_classes(x.pattern, self.by_keys) for x in tilings[1:])
+
     def make_pass(self, tiling: Tiling, tiles: Tiles) -> Pass:
         """The parts of these tiles; a tile without an allowed key is left out."""
         offsets, parts = divide(tiling.pattern, tiles, self.ys, self.by_keys)
@@ -214,7 +218,7 @@ def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
             reasons.append(why)
     if len(reasons) == len(candidates):
         raise reasons[0]
-    best = min(costs, key=costs.__getitem__) if costs else candidates[0]
+    best = min(costs, key=lambda x: (costs[x], request.shared(x))) if costs else candidates[0]
     passes = (request.make_pass(tiling, request.tiles(tiling)) for tiling in best)
     return tuple(one for one in passes if len(one.parts))
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from regard.pattern import causal, dilated, every, neighborhood, rows, window
+from regard.pattern import causal, dilated, every, neighborhood, rows, sinks, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -39,6 +39,9 @@ OTHER_CASES = [  # in `make long`
     ("hopper_dkv", CHAINED, 128),
     ("hopper_forward", neighborhood((128, 64), 7), 128),  # tiles that are boxes
     ("hopper_dq", neighborhood((128, 64), 7), 128),
+    ("hopper_forward", SPARSE, 256),  # one buffer for values, so that two programs have room
+    ("hopper_dq", SPARSE, 256),  # two warpgroups
+    ("hopper_dkv", SPARSE, 256, 1),
 ]
 SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor; of them, reserved for each program
 
@@ -57,11 +60,8 @@ def launches_of(which, pattern, d, n=8192):
         _, program = launches.forward(call._replace(tensors=(like,) * 3))
         return [launch for launch, *_ in program.launches], configs.hopper_forward
     if which == "hopper_dq":
-        made, *_ = hopper.dq(call, launches.routes(call, configs.dq, configs.hopper_dq, False)[1], True)
-        every_one = [launch for of_step in made.values() for launch, _ in of_step]
-        return [launch for launch in every_one if launch.grid[0]], configs.hopper_dq
-    made, _ = hopper.dkv(call, launches.routes(call, configs.dkv, configs.hopper_dkv, True)[1])
-    return [launch for launch, _ in made], configs.hopper_dkv
+        return [launch for launch, _ in hopper.dq(call)[1] if launch.grid[0]], configs.hopper_dq
+    return [launch for launch, _ in hopper.dkv(call)[1]], configs.hopper_dkv
 
 
 POINTERS = {  # of 16-bit numbers (h), float32 (f) and int32 (i)
@@ -212,6 +212,12 @@ def test_hopper_kernels_compile_for_grids_in_lines_and_in_boxes(other_results):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("at", "name"), [(8, "hopper_forward"), (9, "hopper_dq"), (10, "hopper_dkv")])
+def test_hopper_kernels_compile_for_heads_of_256(other_results, at, name):
+    assert_compiled(other_results[at], name)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("at", "name"), [(4, "hopper_dq"), (5, "hopper_dkv")])
 def test_passes_in_one_launch_wait_for_what_others_have_written_before_they_read_it(other_results, at, name):
     assert_compiled(other_results[at], name)
@@ -296,8 +302,40 @@ def test_dk_and_dv_have_a_dynamic_share_only_where_programs_have_many_blocks(mon
     monkeypatch.setattr(hopper, "split_work", lambda *given: (shares.append(given[5]), split_work(*given))[1])
     task = Task(causal() & window(64), 0, 1, 0.125, 0.0, None, default(64, 64, torch.bfloat16))
     call = CallLayout(task, (contiguous(1, 2, 8192, 64),) * 5, torch.bfloat16, torch.device("cpu"))
-    hopper.dkv(call, launches.routes(call, task.configs.dkv, task.configs.hopper_dkv, True)[1])
+    hopper.dkv(call)
     assert shares == [share]  # 510 blocks: 64 or 16 a program
+
+
+@pytest.mark.parametrize("d", [64, 128, 160, 256])
+@pytest.mark.parametrize(
+    ("pattern", "passes"),
+    [
+        (
+            SPARSE,
+            [(True, False), (False, False)],
+        ),  # no pass goes on: each writes the keys that the other leaves out
+        (causal() & (window(64) | every(50) | sinks(100)), [(False, False), (True, True)]),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("n", [2048, 4096])
+def test_the_kernels_for_hopper_run_every_pass_of_shorter_sequences(monkeypatch, pattern, passes, d, n):
+    from regard.engine.cuda import launches
+    from regard.engine.cuda.call import CallLayout, Task, contiguous, default
+    from regard.engine.cuda.hopper import launches as hopper
+
+    monkeypatch.setattr(launches, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "programs_at_a_time", lambda config, device: 64)
+    like, configs = contiguous(1, 16, n, d), default(d, d, torch.bfloat16)
+    task = Task(pattern, 0, 1, d**-0.5, 0.0, None, configs)
+    call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"))
+    _, program = launches.backward(call)
+    names = {launch.kernel.__name__ for launch, *_ in program.launches}
+    assert {"hopper_dq", "hopper_dkv"} <= names <= {"hopper_dq", "hopper_dkv", "sum_kernel"}
+    steps = hopper.hopper_passes(call, configs.hopper_dkv, True).steps
+    assert [(step.work.slots > 0, step.accumulates) for step in steps] == passes
+    sums = [x for x, *_ in program.launches if x.kernel.__name__ == "sum_kernel"]
+    assert [x.sizes["ACCUMULATES"] for x in sums] == [x for split, x in passes if split and passes[1][0]]
 
 
 @pytest.mark.parametrize("on_hopper", [True, False])

@@ -529,7 +529,7 @@ def test_tiles_that_are_boxes_visit_every_pair_of_each_head_once(grid, by_keys):
     n, heads = grid.size, 2
     (step,) = passes_of_grid(grid, by_keys).steps
     flat, long = flatten_heads(step, 1, (contiguous(1, heads, n, 64),))
-    assert long[0].shape[2] == heads * n and not flat.work.empty
+    assert long[0].shape[2] == heads * n and np.diff(flat.work.ends, prepend=0).all()
     cut, a = split_work(flat.work, 1, 5, multiple=2), np.arange(64)
     seen, members = np.zeros((heads * n, heads * n), dtype=int), eval(flat.work.lists.spread, {"a": a})
     assert torch.equal(cut.lists, flat.work.lists.words)
@@ -575,3 +575,71 @@ def test_explain_counts_the_pairs_of_boxes(monkeypatch):
     monkeypatch.setattr(backend, "_hopper_passes", lambda f: passes_of_grid(grid).steps)
     # 16 × 4 boxes of 4 × 16 queries: at an edge they meet 7 lines and 19 columns, elsewhere 10 and 22
     assert TABLE["triton"].prepare(facts).computed == 64 * (2 * 7 + 14 * 10) * (2 * 19 + 2 * 22) < lines / 2
+
+
+LONG_AND_SHORT = [
+    sinks(16) | window(40),  # one tile of keys that all queries may attend to, next to short ones
+    window(40) | rows(64, 3),
+    causal() & (every(64) | window(5) | sinks(40)),
+    causal() & strided(32) | rows(100, 7),
+]
+
+
+@pytest.mark.parametrize("programs", [1, 3, 16, 200])
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("pattern", [*PATTERNS, *LONG_AND_SHORT], ids=repr)
+def test_only_tiles_longer_than_a_programs_share_are_split_and_each_tile_is_in_one_pass(
+    pattern, by_keys, programs
+):
+    from regard.engine.cuda.schedule import DevicePasses
+    from regard.engine.cuda.work_split import MIN_EXCESS, by_length
+
+    def sizes(works):
+        return sorted(
+            (int(begin[10]), int(begin[11]), int(size), begin[:9].tolist())
+            for work in works
+            for size, begin in zip(
+                np.diff(work.ends, prepend=0), work.blocks[np.append(0, work.ends[:-1])].numpy()
+            )
+        )
+
+    before = steps(pattern, 1000, by_keys)
+    after = by_length(DevicePasses(before, True), programs).steps
+    assert sizes([x.work for x in before]) == sizes([x.work for x in after])
+    assert sum(len(x.work.blocks) for x in after) == sum(len(x.work.blocks) for x in before)
+    assert [x.work.blocks.unique(dim=0).shape for x in after] == [x.work.blocks.shape for x in after]
+    for one in before:
+        mine = [x for x in after if x.work.pattern == one.work.pattern and x.keep == one.keep]
+        assert all((x.accumulates, x.covered) == (one.accumulates, one.covered) for x in mine)
+        parted, whole = ([x for x in mine if (x.work.slots > 0) == split] for split in (True, False))
+        assert len(parted) <= 1 and len(whole) <= 1
+        left = np.concatenate([np.diff(x.work.ends, prepend=0) for x in whole] or [np.zeros(1, dtype=int)])
+        assert left.max() <= left.sum() / programs + MIN_EXCESS
+        for x in parted:
+            least = np.diff(x.work.ends, prepend=0).min()
+            assert least > (left.sum() + least) / programs + MIN_EXCESS
+
+
+def test_tiles_of_equal_length_are_not_split_however_long_they_are():
+    from regard.engine.cuda.schedule import DevicePasses
+    from regard.engine.cuda.work_split import by_length
+
+    (step,) = steps(window(512), 2048, False)
+    assert step.work.slots > 0 and np.diff(step.work.ends).min() > 30  # the general kernels split them
+    (whole,) = by_length(DevicePasses((step,), True), 16).steps
+    assert whole.work.slots == 0 and whole.work.blocks is step.work.blocks
+    (apart,) = by_length(DevicePasses((step,), True), 1000).steps  # more programs than tiles
+    assert apart.work.slots > 0
+
+
+def test_one_long_tile_does_not_cut_the_others():
+    from regard.engine.cuda.schedule import DevicePasses
+    from regard.engine.cuda.work_split import by_length, split_work
+
+    (step,) = steps(sinks(16) | window(40), 1000, True)
+    long, rest = by_length(DevicePasses((step,), True), 8).steps
+    assert len(long.work.ends) == 1 and long.work.slots and not rest.work.slots
+    assert split_work(long.work, 2, 16).slots > 1
+    cut = split_work(rest.work, 2, 16)
+    assert cut.slots == 0 and len(cut.joins) == 0
+    assert split_work(step.work, 2, 16).slots > 8  # without that

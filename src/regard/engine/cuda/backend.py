@@ -115,12 +115,16 @@ def _hopper_passes(f: CallFacts) -> tuple[Any, ...]:
     """The passes of the Hopper forward kernel; none if another kernel runs the call."""
     if f.device_type != "cuda" or not torch.cuda.is_available() or _terms(f):
         return ()
-    from .launches import routes
+    from .launches import takes_hopper
 
     layouts = tuple(contiguous(*x.shape) for x in f.like())
     call = CallLayout(_plain_task(f), layouts, f.dtype, torch.device(f.device))
-    configs = call.task.configs
-    return routes(call, configs.forward, configs.hopper_forward, False)[1].steps
+    if not takes_hopper(call):
+        return ()
+    from .hopper.launches import hopper_passes  # it imports Gluon
+
+    config: Any = call.task.configs.hopper_forward
+    return hopper_passes(call, config, False).steps
 
 
 def _plain_task(f: CallFacts) -> Task:

@@ -54,7 +54,7 @@ class Configs:
     def without_caps(self) -> "Configs":
         """For calls with a bias, a softcap or dropout: their kernels would spill registers under a cap."""
         forward, dq, dkv = (replace(x, registers=None) for x in (self.forward, self.dq, self.dkv))
-        return Configs(forward, dq, dkv, self.hopper_forward)
+        return Configs(forward, dq, dkv)
 
 
 HALF = {  # by the larger of the two padded widths
@@ -67,7 +67,10 @@ HALF = {  # by the larger of the two padded widths
         Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2),
         Config(64, 64, 4, 1, 168, lines=True), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 8, 2),
     ),
-    256: Configs(Config(128, 64, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 3)),
+    256: Configs(
+        Config(128, 64, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 3),
+        Config(64, 64, 4, 1, lines=True), Config(64, 64, 8, 1), Config(64, 64, 8, 1),
+    ),
 }  # fmt: skip
 SINGLE = {  # IEEE products run on the ordinary arithmetic units: larger tiles would overflow the registers
     32: Configs(Config(64, 32, 4, 2), *[Config(32, 32, 4, 2)] * 2, one_launch=Config(32, 32, 8, 1)),

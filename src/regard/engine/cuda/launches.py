@@ -1,7 +1,6 @@
 """Which kernels run a call, and their arguments: the kernels for Hopper if they can run it, else the general ones."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ from .call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, 
 from .mask import compiled, runs
 from .prepared import Arguments, Backward, Launch, Program
 from .schedule import DevicePass, DevicePasses, device_passes
-from .tile_lists import in_boxes, tables
+from .tile_lists import tables
 from .triton.backward import FOR_KEYS, FOR_QUERIES, bias_kernel, gradients_kernel, sum_kernel
 from .triton.forward import SLOPES, TABLE, Static, decode_kernel, forward_kernel, merge_kernel, static
 
 PIECE = 3  # blocks of keys that one program of the kernel for one query has
 SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly waits for memory
 MERGED = 16  # rows whose parts one program merges
-HOPPER_WIDTHS = (64, 128)  # of the kernels for Hopper; heads that are narrower get zeros behind
 PARTS = "part_o", "part_lse"  # the workspace for the parts of split tiles
 TERMS = "lengths", "table", "slopes", "seed"  # arguments of the general kernels
 
@@ -32,14 +30,17 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     """Fills o and lse."""
     if (one_query := decode(call)) is not None:
         return DevicePasses((), True), one_query
-    task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
+    task, (b, h, h_kv, n, *_) = call.task, call.sizes
     config, (q, k, v), o = task.configs.forward, call.tensors[:3], call.output
-    route, by_hopper, others = routes(call, config, task.configs.hopper_forward, False)
-    of_step, slots, *_ = _of_hopper("forward", call, by_hopper, not others.steps)
-    wide = exceeds_int32(q, k, v, o)
-    rows = max(slots, *(step.work.slots for step in others.steps), 0) * b * h * config.tile
-    workspace = dict(zip(PARTS, (rows * padded(d_v), rows)))
-    for step in others.steps:
+    inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
+    if takes_hopper(call):
+        from .hopper.launches import forward as launches_of  # it imports Gluon
+
+        route, launches, parts = launches_of(call)
+        return route, Program(inputs, launches, _parts(call, parts), call.device)
+    route = passes(call, config, False)
+    wide, launches = exceeds_int32(q, k, v, o), []
+    for step in route.steps:
         attend = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides,
@@ -47,17 +48,22 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
             S=_static(call, step, config, wide),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", *PARTS, *TERMS, step.work.items, step.work.blocks
-        of_step[step] = [(attend, names), _merge(call, step, step.work.joins)]
-    inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
-    return route, Program(inputs, _in_order(route, of_step), workspace, call.device)
+        launches += [(attend, names), _merge(call, config, step, step.work.joins)]
+    parts = config.tile * max((step.work.slots for step in route.steps), default=0)
+    return route, Program(inputs, launches, _parts(call, parts), call.device)
+
+
+def _parts(call: CallLayout, rows: int) -> dict[str, int]:
+    """The workspace for the parts of split tiles, if those of a head have so many rows."""
+    (b, h, *_, d_v) = call.sizes
+    return dict(zip(PARTS, (b * h * rows * padded(d_v), b * h * rows)))
 
 
 def _merge(
-    call: CallLayout, step: DevicePass, joins: Tensor, early: bool = False
+    call: CallLayout, config: Config, step: DevicePass, joins: Tensor, early: bool = False
 ) -> tuple[Launch, Arguments]:
     """Merges the parts of split tiles. early: it may start before the kernel that writes them has ended."""
-    task, (b, h, _, n, _, _, d_v), config = call.task, call.sizes, call.task.configs.forward
-    o = call.output
+    task, (b, h, _, n, _, _, d_v), o = call.task, call.sizes, call.output
     launch = Launch(
         merge_kernel, len(joins) * b * h * (config.tile // MERGED), config,
         *o.strides, h, b * h, n, task.start, task.step, early=early,
@@ -65,11 +71,6 @@ def _merge(
         WIDE=exceeds_int32(*call.tensors, o), EARLY=early,
     )  # fmt: skip
     return launch, ("o", "lse", *PARTS, joins)
-
-
-def _in_order(route: DevicePasses, of_step: dict[DevicePass, Launches]) -> Launches:
-    """The launches of each pass, in the order of the passes: a pass may continue from an earlier one's results."""
-    return [launch for step in route.steps for launch in of_step[step]]
 
 
 def decode(call: CallLayout) -> Program | None:
@@ -125,7 +126,7 @@ def general_backward(call: CallLayout) -> Backward:
     by_queries, by_keys = passes(call, task.configs.dq, False), passes(call, task.configs.dkv, True)
     for_queries, part = gradients(call, by_queries, task.configs.dq, FOR_QUERIES)
     for_keys, part_of_keys = gradients(call, by_keys, task.configs.dkv, FOR_KEYS)
-    launches = _in_order(by_queries, for_queries) + _in_order(by_keys, for_keys)
+    launches = for_queries + for_keys
     counts = [len(step.work.items) for step in by_queries.steps]
     learns_table = call.bias_gradient and task.reach is not None
     sums = [f"far{nth}" for nth in range(len(counts))] if call.bias_gradient else []
@@ -155,14 +156,11 @@ def general_backward(call: CallLayout) -> Backward:
     return outputs, program
 
 
-def gradients(
-    call: CallLayout, route: DevicePasses, config: Config, sides: int, apart: bool = False
-) -> tuple[dict[DevicePass, Launches], int]:
+def gradients(call: CallLayout, route: DevicePasses, config: Config, sides: int) -> tuple[Launches, int]:
     """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row; or else dk and dv.
 
-    Returns the launches of each pass, and the size of the buffer for parts of split tiles: passes run one after the
-    other and share it.
-    apart: instead of stats, fill lse2 and delta, which the kernels for Hopper read.
+    Returns the launches, and the size of the buffer for parts of split tiles: passes run one after the other and
+    share it.
     """
     (b, h, h_kv, n, m, d_k, d_v), task = call.sizes, call.task
     q, k, v = contiguous(b, h, n, d_k), contiguous(b, h_kv, m, d_k), contiguous(b, h_kv, m, d_v)
@@ -170,20 +168,19 @@ def gradients(
     # Of each gradient: its name, its layout, and where its rows begin in a row of parts.
     outs = (("dk", k, 0), ("dv", v, padded(d_k))) if by_keys else (("dq", q, 0),)
     width, heads = sum(padded(out.shape[-1]) for _, out, _ in outs), b * (h_kv if by_keys else h)
-    of_step: dict[DevicePass, Launches] = {}
+    launches: Launches = []
     for nth, step in enumerate(route.steps):
-        made = _static(call, step, config, wide)._replace(SIDES=sides, APART=apart)
+        made = _static(call, step, config, wide)._replace(SIDES=sides)
         tables = step.work.items, step.work.items, step.work.blocks
         far = f"far{nth}" if call.bias_gradient and not by_keys else "lse"
-        buffers = ("lse2", "part", "delta") if apart else ("stats", "part", far)
-        programs = len(step.work.items) * heads
-        of_step[step] = [_gradients(call, programs, config, made, (q, k, v), buffers, tables)]
+        programs, buffers = len(step.work.items) * heads, ("stats", "part", far)
+        launches.append(_gradients(call, programs, config, made, (q, k, v), buffers, tables))
         for name, out, at in outs:
             query_offset = (0, 1) if by_keys else (task.start, task.step)
             total = _sum(out, (at, width), step, step.work.joins, config, query_offset)
-            of_step[step].append((total, (name, "part", step.work.joins)))
+            launches.append((total, (name, "part", step.work.joins)))
     slots = max((step.work.slots for step in route.steps), default=0)
-    return of_step, slots * heads * config.tile * width
+    return launches, slots * heads * config.tile * width
 
 
 def _gradients(
@@ -300,35 +297,16 @@ def is_hopper(device: torch.device) -> bool:
     return hopper and compat.has_gluon()
 
 
-def routes(
-    call: CallLayout, config: Config, hopper: Config | None, by_keys: bool
-) -> tuple[DevicePasses, DevicePasses, DevicePasses]:
-    """All passes of the plan; those that the kernels for Hopper run, if any; and the others.
-
-    In passes by queries, every tile needs a key; in a pass that continues from an earlier one, no tile may be split.
-    """
-    if hopper is not None and takes_hopper(call):
-        route = in_boxes(call.task.pattern, passes(call, hopper, by_keys), by_keys, call.device)
-        slow = [step for step in route.steps if step.work.empty or (step.work.slots and step.accumulates)]
-        if not slow or (hopper.tile, hopper.block) == (config.tile, config.block):
-            fast = tuple(step for step in route.steps if step not in slow)
-            return route, replace(route, steps=fast), replace(route, steps=tuple(slow))
-    route = passes(call, config, by_keys)
-    return route, replace(route, steps=()), route
-
-
 def takes_hopper(call: CallLayout) -> bool:
     """Whether the kernels for Hopper support such a call.
 
-    They need 16-bit types, one head width for all, no bias, softcap, dropout or lengths.
+    They need a stored configuration, one head width for all, no bias, softcap, dropout or lengths.
     """
     d = call.tensors[0].shape[-1]
-    if call.lengths or not call.task.plain or call.dtype.itemsize != 2:
-        return False
-    if padded(d) not in HOPPER_WIDTHS or exceeds_int32(*call.tensors):
+    if call.lengths or not call.task.plain or call.task.configs.hopper_forward is None:
         return False
     fit = all(x.shape[-1] == d and x.aligned and not any(s % 8 for s in x.strides) for x in call.tensors)
-    return fit and is_hopper(call.device)
+    return fit and not exceeds_int32(*call.tensors) and is_hopper(call.device)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -336,32 +314,21 @@ def _multiprocessors(device: torch.device) -> int:
     return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _of_hopper(which: str, call: CallLayout, route: DevicePasses, *whole: bool) -> Any:
-    """The launches of hopper/launches.py for these passes; it imports Gluon, so it is imported only if needed."""
-    if not route.steps:
-        return {}, 0, 0
-    from .hopper import launches
-
-    return getattr(launches, which)(call, route, *whole)
-
-
 def hopper_backward(call: CallLayout) -> Backward | None:
     """Fills dq, dk and dv; None if these kernels cannot run the call."""
-    configs, dtype, device = call.task.configs, call.dtype, call.device
-    q, k = (x.shape for x in call.tensors[:2])
-    by_queries, fast, others = routes(call, configs.dq, configs.hopper_dq, False)
-    by_keys, _, left = routes(call, configs.dkv, configs.hopper_dkv, True)
-    if not fast.steps or left.steps:
+    if not takes_hopper(call):
         return None
-    for_queries, part = gradients(call, others, configs.dq, FOR_QUERIES, apart=True)
-    by_hopper, of_hopper, counters = _of_hopper("dq", call, fast, not others.steps)
-    for_keys, parts = _of_hopper("dkv", call, by_keys)
+    from .hopper.launches import dkv, dq  # it imports Gluon
+
+    dtype, device, (q, k) = call.dtype, call.device, (x.shape for x in call.tensors[:2])
+    by_queries, for_queries, part, counters = dq(call)
+    by_keys, for_keys, parts = dkv(call)
     rows = math.prod(q[:3])
-    workspace = {"lse2": rows, "delta": rows, "part": max(part, of_hopper), "counters": counters} | parts
+    workspace = {"lse2": rows, "delta": rows, "part": part, "counters": counters} | parts
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
-    launches = _in_order(by_queries, for_queries | by_hopper) + for_keys
-    if by_queries.apart and not by_keys.joins and not others.steps:  # sums in the end: the passes overlap
+    launches = for_queries + for_keys
+    if by_queries.apart and not by_keys.joins:  # sums in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is sum_kernel)
     zeroed = make is torch.zeros or counters > 0 or "counters_of_keys" in parts
     program = Program(inputs, launches, workspace, device, zeroed=zeroed)

@@ -50,15 +50,10 @@ class Schedule:
     segments: int  # the largest number in any block
     ragged: bool  # some block needs a mask
     slots: int
-    ends: Ints  # on the host: where the blocks of each tile end; a tile without a block has none of its own
+    ends: Ints  # on the host: where the blocks of each tile end
     ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
     chained: bool = False  # … and wait for one another
     lists: Any = None  # if tiles are boxes: tile_lists.Lists
-
-    @property
-    def empty(self) -> bool:
-        """Whether some tile has no block."""
-        return bool((np.diff(self.ends, prepend=0) == 0).any())
 
 
 class _Sides(NamedTuple):
@@ -75,8 +70,8 @@ class _Sides(NamedTuple):
         return Run(self.start + self.step * first, self.step * hop, count), Run(*keys.T)
 
 
-def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> Schedule:
-    """Cut the parts of each tile into blocks and order the items by length, longest first.
+def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> tuple[Schedule, Ints]:
+    """Cut the parts of each tile into blocks and order the items by length, longest first; also returns the tiles.
 
     config.lines: in passes by queries, blocks cut by a straight line have separate marks, for kernels with that test.
     """
@@ -88,9 +83,11 @@ def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> 
     segs = np.concatenate([whole, mixed])
     kind = _kinds(one, segs, block, sides)
     segs = np.insert(segs, 1, kind, axis=1)[kind != EMPTY]
+    pattern = narrowed(without_certain_words(one.pattern, *sides.runs(one.tiles[tile], one.parts[:, :3])))
+    used, segs[:, 0] = np.unique(segs[:, 0], return_inverse=True)
+    one = replace(one, tiles=one.tiles[used])  # without the tiles that turned out to have no allowed pair
     segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
     blocks, owner, kind, most = _table(segs)
-    pattern = narrowed(without_certain_words(one.pattern, *sides.runs(one.tiles[tile], one.parts[:, :3])))
     blocks[:, 9], free = _marks(one, pattern, segs, block, sides, lined)
     blocks[:, 9] += np.where(np.diff(owner, prepend=-1), BEGINS, 0) + 256 * one.tiles[owner, 2]
     blocks[:, 10:] = one.tiles[owner, :2]
@@ -111,8 +108,8 @@ def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> 
         segments=most,
         ragged=bool((kind == RAGGED).any()),
         slots=int(joins[:, 4].sum()),
-        ends=np.cumsum(np.bincount(owner, minlength=len(one.tiles))),
-    )
+        ends=np.cumsum(np.bincount(owner)),
+    ), one.tiles
 
 
 def repeated(work: Schedule, times: int, apart: int) -> Schedule:
@@ -300,12 +297,15 @@ def device_passes(place: Place, config: Config, by_keys: bool, device: torch.dev
     steps: list[DevicePass] = []
     covers = False
     for one, keep in _kept_passes(place, config.tile, by_keys):
-        mine = _owned(one, keep, sides)
+        work, tiles = schedule(one, config, sides, device)
+        if not len(tiles):
+            continue
+        mine = _owned(tiles, keep, sides)
         accumulates = bool(written[mine].any())
         covers = covers or (not accumulates and not steps and len(mine) == len(written))
         covered = bool(written[mine].all())
         written[mine] = True
-        steps.append(DevicePass(schedule(one, config, sides, device), keep, accumulates, covered))
+        steps.append(DevicePass(work, keep, accumulates, covered))
     covers = covers or (bool(written.all()) and not any(s.accumulates for s in steps))
     return DevicePasses(tuple(steps), covers)
 
@@ -328,9 +328,9 @@ def _kept_passes(place: Place, tile: int, by_keys: bool) -> Iterator[tuple[Pass,
         yield one, None
 
 
-def _owned(one: Pass, keep: Pattern | None, sides: _Sides) -> Ints:
-    """The members whose results this pass writes."""
-    first, hop, count = one.tiles.T
+def _owned(tiles: Ints, keep: Pattern | None, sides: _Sides) -> Ints:
+    """The members whose results a pass with these tiles writes."""
+    first, hop, count = tiles.T
     place = np.arange(int(count.max(initial=0)))
     members = (first[:, None] + hop[:, None] * place)[place < count[:, None]]
     if keep is None:

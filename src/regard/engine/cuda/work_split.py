@@ -20,6 +20,7 @@ from .call import Layout, exceeds_int32
 from .mask import LOWER, UPPER, band
 from .schedule import BEGINS, EMPTY_LIST, ITEM, DevicePass, DevicePasses, Schedule, repeated
 
+MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
 PIECE = 8  # blocks of one piece of a split tile
@@ -38,6 +39,32 @@ class WorkSplit:
     joins: Tensor  # (y, 8), as in Schedule
     slots: int
     lists: Tensor  # the words of tile_lists.Lists; if there are none, `slot`, which is then not read
+
+
+def by_length(route: DevicePasses, programs: int) -> DevicePasses:
+    """Tiles that have more blocks than a program's share are split, and are a pass of their own: otherwise every tile
+    would be cut where those are. programs: those of a head that run at the same time."""
+    steps: list[DevicePass] = []
+    for step in route.steps:
+        size = np.diff(step.work.ends, prepend=0)
+        long = size < 0
+        while (more := ~long & (size > size[~long].sum() / max(programs, 1) + MIN_EXCESS)).any():
+            long |= more
+        steps += [
+            replace(step, work=_of_tiles(step.work, tiles, slots))
+            for tiles, slots in ((long, 1), (~long, 0))
+            if tiles.any()
+        ]
+    return replace(route, steps=tuple(steps))
+
+
+def _of_tiles(work: Schedule, tiles: NDArray[np.bool_], slots: int) -> Schedule:
+    """The blocks of some of the tiles; slots: whether they are split."""
+    size = np.diff(work.ends, prepend=0)
+    if tiles.all():
+        return work if slots == work.slots else replace(work, slots=slots)
+    blocks = work.blocks[torch.from_numpy(np.repeat(tiles, size)).to(work.blocks.device)]
+    return replace(work, blocks=blocks, ends=np.cumsum(size[tiles]), slots=slots)
 
 
 def split_work(
@@ -256,7 +283,7 @@ def _by_lines(step: DevicePass, offset: tuple[int, int], n: int, by_keys: bool) 
     work, found, table = step.work, band(step.work.pattern), step.work.blocks.cpu().numpy().astype(np.int64)
     if found is None or not (found.low is found.high is found.only is step.keep is None):
         return table[:0]
-    if work.segments > 1 or work.slots or work.empty:
+    if work.segments > 1 or work.slots:
         return table[:0]
     table[:, 8] = np.where(table[:, 0] + table[:, 1] * (MEMBERS - 1) < n, MEMBERS, table[:, 8])
     block = Run(table[:, 0], table[:, 1], table[:, 8])

@@ -159,10 +159,11 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
     product_v = warpgroup_mma(dos, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
     bits = bits_of(lines, zero, S)
+    spot = _spot(ahead, c, LISTS, S)
     if t < last:
-        spot = _spot(ahead, c, LISTS, S)
         _copy_block(ks_next, K, spot, k_m, c, S)
-        _copy_block(vs_next, V, spot, v_m, c, S)
+        if gl.num_warps() == 4:
+            _copy_block(vs_next, V, spot, v_m, c, S)
         _note(noted_next, ahead, coming, flat, S)
     fetch_words(ring, BLOCKS, gl.minimum(t + 2, last))
     async_copy.commit_group()
@@ -171,6 +172,10 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     scores = _hide(scores, noted, mark, lines if S.CHAINED else None, bits, first, hop, start, step, S)
     weights = gl.exp2(scores * scale2 - lse2[:, None])
     dweights = warpgroup_mma_wait(0, deps=[product_v])
+    if gl.num_warps() == 8:
+        barrier()
+        if t < last:
+            _copy_block(vs_next, V, spot, v_m, c, S)
     if ends & (t < last):
         barrier()
         _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, read_words(ring, t + 1), q_n, do_n, o_n, S)
@@ -223,7 +228,9 @@ def hopper_dq(
     os = qs if S.COVERED else gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     lses, deltas = _two(gl.float32, [S.R], LINE)
     b0, b1 = _two(gl.int32, [S.R], LINE)
-    kr, vr = _two(KIND, [2, S.R, S.D], S.SHARED)
+    VALUES: gl.constexpr = 1 if gl.num_warps() == 8 else 2  # blocks: for heads of 256, two would not fit
+    kr = gl.allocate_shared_memory(KIND, [2, S.R, S.D], S.SHARED)
+    vr = gl.allocate_shared_memory(KIND, [VALUES, S.R, S.D], S.SHARED)
     tile = qs, dos, os, lses, deltas
     dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     ring, words = word_ring(), load_words(CHUNKS + 4, 0, S)
@@ -231,7 +238,7 @@ def hopper_dq(
     j = _rows_of(row, c, LISTS, S)
     _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, words, q_n, do_n, o_n, S)
     _copy(kr.index(lo % 2), K, j, k_m, S)
-    _copy(vr.index(lo % 2), V, j, v_m, S)
+    _copy(vr.index(lo % 2 * (VALUES - 1)), V, j, v_m, S)
     _note(b0, row, mark, gl.arange(0, S.R, layout=S.FLAT), S)
     fetch_words(ring, BLOCKS, lo)
     fetch_words(ring, BLOCKS, gl.minimum(lo + 1, last))
@@ -244,7 +251,8 @@ def hopper_dq(
     given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, blocks, strides, start, step, scale, scale2, parts
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
-        here, other = (kr.index(at), vr.index(at), b0), (kr.index(1 - at), vr.index(1 - at), b1)
+        here = kr.index(at), vr.index(at * (VALUES - 1)), b0
+        other = kr.index(1 - at), vr.index((1 - at) * (VALUES - 1)), b1
         state = _visit_keys(state, t, last, tile, here, other, given, S)
         state = _visit_keys(state, t + 1, last, tile, other, here, given, S)
     count_last_tile(PART, state[7], S)
@@ -264,7 +272,8 @@ def _add_parts(
 
     Not inlined: values that depend on the thread index would occupy registers during the whole kernel.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [4, 1], [1, 0])
+    ROWS: gl.constexpr = max(128 // D, 1)  # of a warp
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [ROWS, 32 // ROWS], [gl.num_warps(), 1], [1, 0])
     a = gl.arange(0, FEW, layout=gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     for t in range(gl.program_id(0), joins * (R // FEW) * 2 * heads, gl.num_programs(0)):

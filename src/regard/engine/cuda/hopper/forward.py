@@ -3,7 +3,7 @@
 There is no pause between tiles: copies of the next blocks are always in flight. Three or four programs share a
 multiprocessor, so that one multiplies while another computes weights. (Within one program, the product of block t
 with its values ends before the weights of block t + 1 are computed; overlapping them would run out of registers.)
-Shared memory holds one block of keys and two of values.
+Shared memory holds one block of keys and two of values; for heads of 256 one of each, so that two programs fit.
 
     keys: t + 1, then t + 2 arriving    values: t, and t + 1 arriving
 """
@@ -136,6 +136,7 @@ def _hide(scores, noted, marks, spot, bits, first, hop, start, step, S: gl.const
 
 FADE_64, OF_64 = (gl.constexpr(x) for x in rescale_ptx(32))
 FADE_128, OF_128 = (gl.constexpr(x) for x in rescale_ptx(64))
+FADE_256, OF_256 = (gl.constexpr(x) for x in rescale_ptx(128))
 WEIGH_BF16, FROM_BF16 = (gl.constexpr(x) for x in weights_ptx("bf16"))
 WEIGH_F16, FROM_F16 = (gl.constexpr(x) for x in weights_ptx("f16"))
 
@@ -158,8 +159,10 @@ def _faded(acc, fade):
     by = each(fade, acc)
     if D == 64:
         return gl.inline_asm_elementwise(FADE_64, OF_64, [acc, by], gl.float32, True, 32)
-    else:
+    elif D == 128:
         return gl.inline_asm_elementwise(FADE_128, OF_128, [acc, by], gl.float32, True, 64)
+    else:
+        return gl.inline_asm_elementwise(FADE_256, OF_256, [acc, by], gl.float32, True, 128)
 
 
 @gluon.jit
@@ -248,20 +251,20 @@ def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, s
     x, mine = _mine(first, hop, count, start, step, ROWS, S)
     scale = gl.convert_layout(_reciprocal(gl.where(total > 0.0, total, 1.0)), ROWS)
     lse2 = top + _log2(total)  # log2(0) = −∞: an empty row
-    fade = None
-    if S.ACCUMULATES:  # the earlier passes are one more key, of weight exp2(before) and value o
-        before = gl.load(LSE + x, mask=mine, other=-float("inf")) * 1.4426950408889634
+    slot, fade = -1, None
+    if S.SPLIT:
+        slot = gl.load(SLOTS + t)
+    if S.ACCUMULATES:  # the earlier passes are one more key, of weight exp2(before) and value o; not in parts
+        before = gl.load(LSE + x, mask=mine & (slot < 0), other=-float("inf")) * 1.4426950408889634
         base = gl.maximum(before, lse2)
         base = gl.where(base == -float("inf"), 0.0, base)
         fade, share = gl.exp2(before - base), gl.exp2(lse2 - base)
         lse2 = base + _log2(fade + share)
         both = _reciprocal(gl.where(fade + share > 0.0, fade + share, 1.0))
         scale, fade = scale * share * both, gl.convert_layout(fade * both, gl.SliceLayout(1, S.LOAD))
-    slot = -1
-    if S.SPLIT:
-        slot = gl.load(SLOTS + t)
+    if S.SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
-            at = (slot.to(gl.int64) * all_heads + bh) * S.R
+            at = (slot * all_heads.to(gl.int64) + bh) * S.R
             gl.store(PART_LSE + at + gl.arange(0, S.R, layout=ROWS), lse2 * 0.6931471805599453)
             _put_part(PART_O, at, acc * scale[:, None], S.R)
     if slot < 0:
@@ -403,7 +406,10 @@ def hopper_forward(
     KIND: gl.constexpr = Q.dtype.element_ty
     qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     ks = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
-    vs = gl.allocate_shared_memory(KIND, [2, S.R, S.D], S.SHARED)
+    VALUES: gl.constexpr = (
+        1 if S.D == 256 else 2
+    )  # blocks; if 1, the next is copied when the product has ended
+    vs = gl.allocate_shared_memory(KIND, [VALUES, S.R, S.D], S.SHARED)
     noted = gl.allocate_shared_memory(gl.int32, [2, S.R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
     acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
@@ -422,6 +428,8 @@ def hopper_forward(
     if lo < last:  # a first tile of one block
         _fetch_queries(qs, Q, following, coming, q_n, S)
     async_copy.commit_group()
+    if VALUES == 1:  # as after the values of a later block, which are copied last
+        async_copy.commit_group()
     scores = _hide(scores, noted.index(lo % 2), mark, begun, bits, first, hop, start, step, S)
     yes = lo == lo  # the first block begins a tile
     weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
@@ -429,9 +437,15 @@ def hopper_forward(
     left = _pairs(weights)
     at = 0
     for t in range(lo, last):
-        async_copy.wait_group(0)
+        if VALUES == 1:
+            async_copy.wait_group(1)
+        else:
+            async_copy.wait_group(0)
         barrier()
         product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if VALUES == 1:
+            async_copy.wait_group(0)
+            barrier()
         product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
         ahead, bits = _spot(row, c, LISTS, S), bits_of(spot[-1], zero, S)
         _note(noted.index(t % 2), row, after, flat, S)
@@ -439,7 +453,8 @@ def hopper_forward(
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
         _copy_block(ks, K, ahead, k_m, c, S)
-        _copy_block(vs.index(1 - at), V, spot, v_m, c, S)
+        if VALUES == 2:
+            _copy_block(vs.index(1 - at), V, spot, v_m, c, S)
         if t + 2 <= last:
             _fetch_queries(qs, Q, row, after, q_n, S)
         async_copy.commit_group()
@@ -448,18 +463,28 @@ def hopper_forward(
             scores, noted.index((t + 1) % 2), coming, spot, bits, next_first, next_hop, start, step, S
         )
         acc = warpgroup_mma_wait(0, deps=[product_v])
+        if VALUES == 1 and not begins:
+            barrier()
+            _copy_block(vs.index(0), V, spot, v_m, c, S)
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
             _close(O, LSE, parts, t, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
             acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
+            if VALUES == 1:
+                barrier()
+                _copy_block(vs.index(0), V, spot, v_m, c, S)
         else:
             acc = _faded(acc, fade)
+        if VALUES == 1:
+            async_copy.commit_group()
         left = _pairs(weights)
         first, hop, mark = next_first, next_hop, coming
         next_first, next_hop, _ = _tile(row, after)
         top, total, coming, after, row, spot = higher, summed, after, later, later_row, ahead
-        at = 1 - at
+        at = VALUES - 1 - at
     async_copy.wait_group(0)
     barrier()
     acc = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc)
     _close(O, LSE, parts, last, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
+    if S.LATE:
+        awaited(lo)

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from ..call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, padded
-from ..launches import PARTS, SLICE, Launches, _kept, _merge, _multiprocessors, _sum
+from ..launches import PARTS, SLICE, Launches, _kept, _merge, _multiprocessors, _sum, passes
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
+from ..tile_lists import in_boxes
 from ..triton.backward import sum_kernel
-from ..work_split import WorkSplit, as_one_head, chain, flatten_heads, mix, split_work
+from ..triton.forward import merge_kernel
+from ..work_split import WorkSplit, as_one_head, by_length, chain, flatten_heads, mix, split_work
 from .backward import hopper_dkv, hopper_dq
 from .forward import hopper_forward
 from .static import hopper_static, keep
@@ -29,19 +31,24 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
     return programs_per_multiprocessor(config) * _multiprocessors(device)
 
 
-def forward(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DevicePass, Launches], int]:
-    """Fills o and lse. Returns the launches of each pass, and the largest number of parts of split tiles.
+def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
+    """The passes of the plan, those of a grid in boxes if that is less work; long tiles are passes of their own."""
+    route = in_boxes(call.task.pattern, passes(call, config, by_keys), by_keys, call.device)
+    b, h = call.tensors[1 if by_keys else 0].shape[:2]
+    return by_length(route, programs_at_a_time(config, call.device) // (b * h))
 
-    whole: these are all passes of the call.
-    """
-    task, slots = call.task, 0
+
+def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
+    """Fills o and lse. Returns the passes, their launches, and the rows of a head's parts of split tiles."""
+    task, parts = call.task, 0
     config: Any = task.configs.hopper_forward
-    at_a_time = programs_at_a_time(config, call.device)
-    of_step: dict[DevicePass, Launches] = {step: [] for step in route.steps}
-    mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE) if whole else None
+    route, at_a_time = hopper_passes(call, config, False), programs_at_a_time(config, call.device)
+    launches: Launches = []
+    mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
     flattened = _flattened(call, route) if mixed is None else [mixed[:3]]
+    apart = route.apart and mixed is None
     for nth, (step, flat, (q, k, v)) in enumerate(flattened):
-        (b, h, n, d), h_kv = q.shape, k.shape[1]
+        (b, h, n, d), h_kv, late = q.shape, k.shape[1], apart and nth > 0
         # Every second pass runs backwards: it begins with rows that are still in the cache.
         if mixed is None:
             backwards = nth % 2 == 1
@@ -51,16 +58,18 @@ def forward(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[De
         launch = Launch(
             hopper_forward, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *(call.output if flat is step else contiguous(b, h, n, d)).strides,
-            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), early=step.accumulates,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), early=step.accumulates or late,
             S=hopper_static(flat, config, call)._replace(
-                below=flat.work.free[0], above=flat.work.free[1], SPLIT=cut.slots > 0,
-                LETS=cut.slots > 0 or any(later.accumulates for later, *_ in flattened[nth + 1 :]),
+                below=flat.work.free[0], above=flat.work.free[1], SPLIT=cut.slots > 0, LATE=late,
+                LETS=apart or cut.slots > 0 or any(later.accumulates for later, *_ in flattened[nth + 1 :]),
             ),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot, cut.lists
-        of_step[step] = [(launch, names), _merge(call, step, cut.joins, early=True)]
-        slots = max(slots, cut.slots)
-    return of_step, slots
+        launches += [(launch, names), _merge(call, config, step, cut.joins, early=True)]
+        parts = max(parts, cut.slots * config.tile)
+    if apart:  # merged in the end: the passes overlap
+        launches.sort(key=lambda x: x[0].kernel is merge_kernel)
+    return route, launches, parts
 
 
 Flattened = list[tuple[DevicePass, DevicePass, tuple[Layout, ...]]]
@@ -79,18 +88,18 @@ def _flattened(call: CallLayout, route: DevicePasses) -> Flattened:
     return made
 
 
-def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DevicePass, Launches], int, int]:
+def dq(call: CallLayout) -> tuple[DevicePasses, Launches, int, int]:
     """Fills dq and, for dk and dv, lse2 (lse in base 2) and delta (Σ do ∘ o − dlse).
 
-    Returns the launches of each pass, the size of the buffer for parts of split tiles, and the number of counters.
+    Returns the passes, their launches, the size of the buffer for parts of split tiles, and the number of counters.
     """
     task, parts = call.task, 0
     config: Any = task.configs.hopper_dq
-    of_step: dict[DevicePass, Launches] = {step: [] for step in route.steps}
+    route, launches = hopper_passes(call, config, False), []
     dlse, at_a_time = "dlse" if call.has_dlse else "lse", programs_at_a_time(config, call.device)
-    chained = chain(route, call.tensors, (task.start, task.step), False, at_a_time) if whole else None
+    chained = chain(route, call.tensors, (task.start, task.step), False, at_a_time)
     flattened = _flattened(call, route) if chained is None else [(route.steps[0], *chained[:2])]
-    counters, apart = 0 if chained is None else chained[2], whole and route.apart
+    counters = 0 if chained is None else chained[2]
     for nth, (step, flat, (q, k, v, o, do)) in enumerate(flattened):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
         cut = split_work(flat.work, b * h, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
@@ -100,7 +109,7 @@ def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DeviceP
             h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
             early=not counters, cooperative=counters > 0,
             S=hopper_static(flat, config, call)._replace(
-                HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0, LATE=apart and nth > 0
+                HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0, LATE=route.apart and nth > 0
             ),
         )  # fmt: skip
         made = "lse2", "delta", "dq", "counters" if counters else "part"
@@ -108,19 +117,20 @@ def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DeviceP
         names = "q", "k", "v", "o", "do", "lse", dlse, *made, *tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
         total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step))
-        of_step[step] = [(launch, names), (total, ("dq", "part", cut.joins))]
+        launches += [(launch, names), (total, ("dq", "part", cut.joins))]
         parts = max(parts, cut.slots * b * h * config.tile * width)
-    return of_step, parts, counters
+    return route, launches, parts, counters
 
 
-def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]]:
-    """Fills dk and dv; also returns the workspace for the parts of split tiles.
+def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
+    """Fills dk and dv. Returns the passes, their launches, and the workspace for the parts of split tiles.
 
     Split tiles come first, unless a pass continues from an earlier one: the next launch adds up their parts if it
     can, otherwise a separate launch does.
     """
     b, h_kv, m, d = call.tensors[1].shape
     config: Any = call.task.configs.hopper_dkv
+    route = hopper_passes(call, config, True)
     both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
     steps = list(route.steps) if route.joins else sorted(route.steps, key=lambda x: not x.work.slots)
     launches: Launches = []
@@ -129,9 +139,8 @@ def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]
     if (chained := chain(route, call.tensors, place, True, at_a_time)) is not None:
         cut, launch = _by_keys(call, chained[0], None, 0)
         made, tables = ("dk", "dv", "counters_of_keys"), (cut.chunks, cut.blocks, cut.slot, cut.lists)
-        return [(launch, ("q", "k", "v", "do", "lse2", "delta", *made, *tables))], {
-            "counters_of_keys": chained[2]
-        }
+        launches = [(launch, ("q", "k", "v", "do", "lse2", "delta", *made, *tables))]
+        return route, launches, {"counters_of_keys": chained[2]}
     part, before = "delta", None  # a launch without parts is given a buffer that it does not read
     for nth, step in enumerate(steps):
         adds = before if _adds(steps, nth) else None
@@ -147,20 +156,20 @@ def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]
             total = Launch(
                 sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
                 *both.strides, h_kv, 2 * b * h_kv, 0, 1, 0, keep=_kept(step), R=config.tile, SLICE=SLICE,
-                d=d, D=padded(d), PART_WIDTH=padded(d), ACCUMULATES=False, WIDE=exceeds_int32(both),
+                d=d, D=padded(d), PART_WIDTH=padded(d), ACCUMULATES=step.accumulates, WIDE=exceeds_int32(both),
             )  # fmt: skip
             launches.append((total, ("dk", part, cut.joins)))
         before = step, cut.joins
-    return launches, workspace
+    return route, launches, workspace
 
 
 def _adds(steps: list[DevicePass], at: int) -> bool:
-    """Whether step `at` adds up the parts that the previous one has left: it has programs, no parts of its own, and
-    writes different keys."""
+    """Whether step `at` adds up the parts that the previous one has left: it has no parts of its own, and neither of
+    the two continues from earlier results."""
     if not 0 < at < len(steps):
         return False
-    before, work = steps[at - 1].work, steps[at].work
-    return before.slots > 0 and not work.slots and not steps[at].accumulates and len(work.ends) > 0
+    before, step = steps[at - 1 : at + 1]
+    return before.work.slots > 0 and not (step.work.slots or step.accumulates or before.accumulates)
 
 
 def _by_keys(

@@ -54,7 +54,7 @@ class Static(NamedTuple):
     WAITS: bool = False  # dk and dv: for the previous kernel, which computes lse and delta
     ADDS: bool = False  # dk and dv: at its end, this launch adds up the parts that the previous one left
     adds: Any = None  # … of the keys that this selects
-    LATE: bool = False  # dq: it starts at once, and may not end before the previous kernel
+    LATE: bool = False  # forward, dq: it starts at once, and may not end before the previous kernel
     CHAINED: bool = False  # of several passes: blocks say what is hidden, and what a tile waits for
     # If tiles are boxes and blocks are lists, forward: a → the distance of row a of a tile from its first row.
     spread: Any = None
@@ -64,11 +64,12 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
     work, block, warps, width = step.work, config.block, config.warps, call.tensors[0].shape[-1]
     d = padded(width)
     kind = gl.bfloat16 if call.dtype == torch.bfloat16 else gl.float16
+    by = warps // 4  # warpgroups, which share the columns of scores and of results
     layouts = (
         gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [warps, 1], [1, 0]),
         gl.BlockedLayout([1], [32], [warps], [0]),
-        gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block, 16]),
-        gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, d, 16]),
+        gl.NVMMADistributedLayout([3, 0], [4, by], [16, block // by, 16]),
+        gl.NVMMADistributedLayout([3, 0], [4, by], [16, d // by, 16]),
         gl.NVMMASharedLayout.get_default_for([block, d], kind),
     )
     sizes = [work.marks, config.tile, width, d, work.segments]
@@ -110,8 +111,12 @@ def keep(pattern: Pattern | None) -> Any:
 
 WORDS = gl.constexpr(12)
 RING = gl.constexpr(4)  # blocks whose words are in shared memory at the same time
-EVERY_THREAD = gl.constexpr(gl.BlockedLayout([16], [32], [4], [0]))  # every thread has all words
-FEW_THREADS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+
+
+@gluon.jit
+def _of_words(PER_THREAD: gl.constexpr):
+    """The numbers of the words of a block: all 16 in every thread, or 4 in a thread."""
+    return gl.arange(0, 16, layout=gl.BlockedLayout([PER_THREAD], [32], [gl.num_warps()], [0]))
 
 
 @gluon.jit
@@ -122,13 +127,13 @@ def word_ring():
 @gluon.jit
 def fetch_words(ring, BLOCKS, t):
     """Start to copy the words of block t to its place in the ring."""
-    a = gl.arange(0, 16, layout=FEW_THREADS)
+    a = _of_words(4)
     fetch(ring.index(t % RING), BLOCKS + t * WORDS + a, mask=a < WORDS)
 
 
 @gluon.jit
 def read_words(ring, t):
-    return ring.index(t % RING).load(EVERY_THREAD)
+    return ring.index(t % RING).load(_of_words(16).type.layout)
 
 
 @gluon.jit
@@ -136,7 +141,7 @@ def load_words(BLOCKS, t, S: gl.constexpr):
     """The same from global memory: all words at a time for heads of 64 (forward is 2 to 4 % faster by that), their
     address for heads of 128 (1 % slower by that)."""
     if S.D == 64:
-        a = gl.arange(0, 16, layout=EVERY_THREAD)
+        a = _of_words(16)
         return gl.load(BLOCKS + t * WORDS + a, mask=a < WORDS, other=0)
     else:
         return BLOCKS + t * WORDS

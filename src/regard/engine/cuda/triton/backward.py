@@ -67,8 +67,7 @@ def dscores_of_keys(
 
 @triton.jit
 def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
-    """dq of a tile of queries, and what other launches read: lse (base 2) and delta of its rows, to STATS (APART: to
-    STATS and FAR).
+    """dq of a tile of queries, and what other launches read: lse (base 2) and delta of its rows, to STATS.
 
     If the bias has a gradient, what does not depend on single distances goes to FAR, 4 numbers per program: Σ ds at
     −reach and below, at reach and above, and Σ ds |j − i|.
@@ -98,10 +97,7 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     stored = in_tile
     if S.keep is not None:
         stored = in_tile & S.keep(i, i)
-    if S.APART:
-        tl.store(STATS + row + r, lse2, mask=stored)
-        tl.store(FAR + row + r, delta, mask=stored)
-    elif S.SIDES == FOR_QUERIES:
+    if S.SIDES == FOR_QUERIES:
         STATS += 4 * row
         tl.store(STATS + 4 * r, lse2, mask=stored)
         tl.store(STATS + 4 * r + 1, delta, mask=stored)

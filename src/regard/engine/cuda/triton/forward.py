@@ -43,7 +43,6 @@ class Static(NamedTuple):
     DROPS: bool = False
     WIDE: bool = False  # offsets take 64 bits
     SIDES: int = 0  # of gradients: FOR_QUERIES, FOR_KEYS or both
-    APART: bool = False  # of gradients for queries: lse and delta are two buffers, for the kernels for Hopper
     LISTED: bool = False  # tiles and blocks are lists of members; else they are progressions
     GROUP: int = 1  # query heads per key head
     runs: Any = None  # of one query: (p, m) → first key, step and end of each of RUNS progressions
