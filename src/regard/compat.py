@@ -40,9 +40,7 @@ def _transform_level() -> Callable[[], bool]:
 
 
 def _dispatch_mode() -> Callable[[], bool]:
-    from torch.utils import _python_dispatch
-
-    current = _python_dispatch._get_current_dispatch_mode
+    current = import_module("torch.utils._python_dispatch")._get_current_dispatch_mode
     return lambda: current() is not None
 
 
@@ -175,6 +173,19 @@ flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 sdpa: Any = _sdpa if isbuiltin(_sdpa) else torch.ops.aten.scaled_dot_product_attention.default
 
+# Whether the fused kernels compare the batch of a mask with 1, which fails where data decide its size. 2.13 does not.
+_compares_batch = torch.__version__ < "2.13"
+
+
+def needs_formula(mask: Tensor | None) -> bool:
+    """Whether an export of `sdpa` with this mask is possible by PyTorch's formula only: data decide its batch."""
+    if not _compares_batch or mask is None or torch.compiler.is_dynamo_compiling():
+        return False
+    if not isinstance(mask.shape[0], torch.SymInt):
+        return False
+    return bool(import_module("torch.fx.experimental.symbolic_shapes").free_unbacked_symbols(mask.shape[0]))
+
+
 FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 _FLASH_SAVED = tuple(f"_saved_{x}" for x in ("query", "key", "value", "attn_mask", "is_causal", "scale"))
 _current_node: Callable[[], Any] | None = _first(lambda: torch._C._current_autograd_node, lambda: None)
@@ -214,12 +225,7 @@ class _NoDispatchMode:
 
 
 def _from_python_dispatch(name: str) -> Callable[[], Any]:
-    def look_up() -> Any:
-        from torch.utils import _python_dispatch
-
-        return getattr(_python_dispatch, name)
-
-    return look_up
+    return lambda: getattr(import_module("torch.utils._python_dispatch"), name)
 
 
 DispatchMode: Any = _first(_from_python_dispatch("TorchDispatchMode"), lambda: _NoDispatchMode)
@@ -345,14 +351,10 @@ def has_hooks(*modules: torch.nn.Module) -> bool:
     return any(getattr(module, name, True) for module in modules for name in HOOKS)
 
 
-def _lerp_one_by_one(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
-    for tensor, end in zip(tensors, ends, strict=True):
-        tensor.lerp_(end, weight)
-
-
 # (tensors, ends, weight): tensors ← tensors + weight · (ends − tensors), in place, by one call for all of them.
 foreach_lerp_: Callable[[list[Tensor], list[Tensor], float], Any] = _first(
-    lambda: torch._foreach_lerp_, lambda: _lerp_one_by_one
+    lambda: torch._foreach_lerp_,
+    lambda: lambda tensors, ends, weight: [t.lerp_(e, weight) for t, e in zip(tensors, ends, strict=True)],
 )
 # (tensors, sources): each source is copied into its tensor, in the tensor's dtype, by one call for all of them.
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], Any] = _first(
@@ -479,9 +481,7 @@ def amp_availability() -> tuple[Any, str]:
 @contextmanager
 def checkpoints_ignore_devices() -> Iterator[None]:
     """torch.utils.checkpoint compares shapes and dtypes of recomputed tensors, and not their devices."""
-    from torch.utils import checkpoint
-
-    checks = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
+    checks = getattr(import_module("torch.utils.checkpoint"), "_allowed_determinism_checks_to_fns", {})
     before, checks["default"] = dict(checks), lambda x: {"shape": x.shape, "dtype": x.dtype}
     try:
         yield

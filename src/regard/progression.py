@@ -51,7 +51,8 @@ class Progression:
         # j = residue + step·t with step·t ≡ difference (mod other.step); solvable where g divides difference
         inverse = pow(self.step // g, -1, other.step // g)
         if g > 1:
-            hi = np.where(difference % g == 0, hi, lo - 1)
+            # As arrays: NumPy converts a Python integer to the other side's dtype, and FAR does not fit into int32.
+            hi = np.where(difference % g == 0, np.asarray(hi), np.asarray(lo - 1))
             difference = difference // g
         t = difference * inverse % (other.step // g)
         return Progression(lo, hi, self.residue + self.step * t, step)

@@ -11,9 +11,12 @@ import torch
 
 import regard as rg
 from regard import Attention, Block, FeedForward
-from regard.spec import catalogue
+from regard.spec import Embedding, catalogue
 
 pytestmark = pytest.mark.compiled
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler for inductor"
+)
 
 
 def same(f, *given, backend="aot_eager"):
@@ -59,7 +62,7 @@ def test_a_block_compiles_whole(norm_at):
     same(built(block), torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler for inductor")
+@needs_compiler
 def test_a_block_compiles_to_code():
     block = Block(Attention(8, heads=2, pattern=rg.causal(), biases="none"), None, norm="none")
     same(built(block), torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)), backend="inductor")
@@ -69,3 +72,14 @@ def test_the_encoder_decoder_compiles_whole():
     model = built(catalogue.transformer(16, 2, 24, 1, vocab=20, dropout=0.0))
     ids = torch.randint(1, 20, (2, 7), generator=torch.Generator().manual_seed(0))
     same(model, ids, ids[:, :5])
+
+
+@needs_compiler
+def test_a_compiled_embedding_refuses_ids_and_types_that_it_does_not_have():
+    torch._dynamo.reset()
+    fast = torch.compile(built(Embedding(11, 8, types=2)), fullgraph=True)
+    ids, types = torch.tensor([[0, 10]]), torch.tensor([[0, 1]])
+    fast(ids, types=types)
+    for wrong in ({"ids": ids - 1}, {"ids": ids + 1}, {"types": types - 1}, {"types": types + 1}):
+        with pytest.raises(RuntimeError, match="index out of bounds"):
+            fast(**{"ids": ids, "types": types} | wrong)

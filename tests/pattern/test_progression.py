@@ -25,6 +25,7 @@ from regard.pattern import (
     strided,
     window,
 )
+from regard.pattern.relation import Relation
 from regard.progression import Progression, total
 
 sizes = st.tuples(st.integers(0, 23), st.integers(0, 17)).map(lambda t: (t[0], t[0] + t[1]))
@@ -132,6 +133,15 @@ def test_jumping_over_periods_counts_as_visiting_each_row(at):
     for words in TRIPLES:
         p = joined(words)
         assert p.count(n, m, at) == int(p.row_counts(n, m, at).sum()), repr(p)
+
+
+@pytest.mark.parametrize("bound", [{"near": 0}, {"far": 0}], ids=repr)
+@pytest.mark.parametrize("start, step", [(0, 1), (20, 1), (-50, 6)])
+def test_residues_that_contradict_each_other_leave_no_key_where_one_side_has_no_bound(bound, start, step):
+    """The bound of an open side does not fit into int32: NumPy 2.4 keeps its low half, NumPy 2.5 raises."""
+    n, m, relation = 211, 223, Relation(**bound, divisor=6, key_class=(4, 1))
+    i, j = start + step * np.arange(n)[:, None], np.arange(m)
+    assert counting.count({relation: 1}, n, m, start, step) == int(relation.allows(i, j).sum())
 
 
 @pytest.mark.long

@@ -497,3 +497,15 @@ def test_a_compiled_table_refuses_positions_past_its_end():
     for where in ([3, 4, 5], [-1, 0, 1]):
         with pytest.raises(RuntimeError, match="index out of bounds"):
             fast(x, torch.tensor(where))
+
+
+@pytest.mark.compiled
+@INDUCTOR_WARNS
+@pytest.mark.parametrize("cell", [(-1, 2), (0, -1), (0, 5), (3, 0)], ids=repr)
+def test_a_compiled_grid_refuses_cells_outside_of_it(cell):
+    torch.compiler.reset()
+    fast = torch.compile(build(learned((3, 5)), d_model=8), fullgraph=True)
+    x = randn(1, 2, 8, dtype=torch.float32)
+    fast(x, torch.tensor([[0, 0], [2, 4]]))
+    with pytest.raises(RuntimeError, match="index out of bounds"):
+        fast(x, torch.tensor([[0, 0], cell]))

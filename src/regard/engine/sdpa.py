@@ -165,12 +165,12 @@ def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "
     """A mask is added, or bool with True = may attend. No row may be empty."""
     q, k, v = call.q, call.k, call.v
     formula = call.dropout_p > 0 or (mask is not None and mask.requires_grad)  # PyTorch takes the formula
-    fused = q.is_cpu and needs_grad(q, k, v) and q.numel() and k.numel() and not formula
-    if not (fused and eager(q, k, v)):
+    fused = q.is_cpu and needs_grad(q, k, v) and not formula
+    if not (fused and eager(q, k, v) and q.numel() and k.numel()):  # data may decide a size in an export
         more: dict[str, Any] = {"is_causal": is_causal, "scale": call.factor, "enable_gqa": call.grouped}
-        if fused and isinstance(call.bias, Tensor):  # its numbers cannot be read here: see _Fused.backward
+        if (fused and isinstance(call.bias, Tensor)) or compat.needs_formula(mask):  # see _Fused.backward
             with sdpa_kernel(SDPBackend.MATH):
-                return _sdpa(q, k, v, mask, 0.0, **more)
+                return _sdpa(q, k, v, mask, call.dropout_p, **more)
         return _sdpa(q, k, v, mask, call.dropout_p, **more)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -inf)

@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         `positions` is the position of every id, where these are not consecutive. drops: False leaves the dropout to
         the caller.
         """
-        x = F.embedding(ids, self.table)
+        x = position_modules.lookup(ids, self.table)
         if self.spec.scaled:
             x = x * self.spec.d_model**0.5
         if self.position is not None and positions is not None:
@@ -55,7 +55,7 @@ class Embedding(nn.Module):
                 length = start + ids.shape[1]
             x = self.position(x, positions, length)
         if self.types is not None:
-            x = x + (self.types[0] if types is None else F.embedding(types, self.types))
+            x = x + (self.types[0] if types is None else position_modules.lookup(types, self.types))
         elif types is not None:
             raise ShapeError("token types were given, but the embedding declares none; set types=2 there")
         x = self.norm(x)

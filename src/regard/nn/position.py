@@ -109,6 +109,13 @@ class Sinusoidal(nn.Module):
         return repr(self.position)
 
 
+def lookup(index: Int[Tensor, "*i"], table: Float[Tensor, "entries d"]) -> Float[Tensor, "*i d"]:
+    """table[index], where an index outside of the table is an error, also a negative one."""
+    if torch.compiler.is_dynamo_compiling():  # code of torch 2.11 would read it from the end of the table
+        index = torch.where(index < 0, len(table), index)
+    return F.embedding(index, table)
+
+
 class Learned(nn.Module):
     """x + table[positions]. The table is initialized normal with std 0.02.
 
@@ -131,9 +138,9 @@ class Learned(nn.Module):
         if length is None:
             length = _used(positions, unknown=size)
         if length <= size:
-            return x + F.embedding(positions, self.table).to(x.dtype)
+            return x + lookup(positions, self.table).to(x.dtype)
         if self.position.beyond == "resample":
-            return x + F.embedding(positions, resample(self.table, length)).to(x.dtype)
+            return x + lookup(positions, resample(self.table, length)).to(x.dtype)
         last = length - 1
         raise ShapeError(
             f"position {last} is past the learned table of {size}: shorten the input, declare"
@@ -175,7 +182,7 @@ class LearnedGrid(nn.Module):
         inside = (columns >= 0) & (
             columns < width
         )  # otherwise the lookup would read another row; −1 is an error
-        return x + F.embedding(torch.where(inside, rows * width + columns, -1), table).to(x.dtype)
+        return x + lookup(torch.where(inside, rows * width + columns, -1), table).to(x.dtype)
 
     def extra_repr(self) -> str:
         return repr(self.position)
