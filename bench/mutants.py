@@ -2,7 +2,7 @@
 
     python bench/mutants.py                     run all, store bench/results/mutants-DATE.json and .md
     python bench/mutants.py --only schedule.py  those whose file or description contains this text
-    python bench/mutants.py --check             only compare the texts with the source
+    python bench/mutants.py --check             only compare the texts with the source; 1 if one of them is stale
 
 The source files are not modified. torch is imported once; for each mutant a child process is forked, in which the
 import of the one file gives the changed text, and pytest runs the tests that cover the mutant's rows, up to the first
@@ -279,17 +279,16 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=RESULTS / f"mutants-{date.today()}.json")
     given = options.parse_args()
     chosen = [m for m in mutants() if given.only in f"{m.file} {m.what}"]
+    complaints, claimed = [], claims()
     for m in chosen:
         try:
             ast.parse(m.source())
         except (ValueError, FileNotFoundError, SyntaxError) as e:
-            print(f"stale  {e}", file=sys.stderr)
-    claimed = claims()
-    for m in chosen:
-        if not tests_of(m, claimed):
-            print(f"no test  {m.file}: {m.what}", file=sys.stderr)
+            complaints.append(f"stale  {e}")
+    complaints += [f"no test  {m.file}: {m.what}" for m in chosen if not tests_of(m, claimed)]
+    print(*complaints, sep="\n", end="\n" if complaints else "", file=sys.stderr)
     if given.check:
-        return
+        sys.exit(1 if complaints else 0)
     stored = {}
     if given.out.exists():
         stored = {(o["file"], o["what"]): Outcome(**o) for o in json.loads(given.out.read_text())["mutants"]}

@@ -1,7 +1,10 @@
 """Every row a test names exists; the list of rows is the ledger's."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 from ledger_rows import (
     VERBS,
@@ -94,3 +97,9 @@ def test_the_stored_mutants_are_many_and_at_most_one_in_twenty_survives():
     outcomes = [o["outcome"] for o in newest_mutants()]
     assert len(outcomes) >= 150
     assert outcomes.count("survived") <= 0.05 * len(outcomes)
+
+
+def test_every_mutant_changes_todays_source_and_has_a_test():
+    script = Path(__file__).parents[2] / "bench" / "mutants.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
