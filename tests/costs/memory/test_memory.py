@@ -625,6 +625,7 @@ HIDDEN = {  # what PyTorch allocates inside these, or inside their gradients, on
     "amax and exp": lambda x: (x - x.amax(-1, keepdim=True)).exp(),
     "amin": lambda x: x - x.amin(0, keepdim=True),
     "a mask of bools": lambda x: x * (x > 0),
+    "float32 added in place to bfloat16": lambda x: x.bfloat16().add_(torch.ones_like(x)).float(),
     "GroupNorm": nn.GroupNorm(8, 256),
     "GroupNorm of sequences": lambda x: nn.GroupNorm(8, 256)(x.unflatten(0, (-1, 10)).mT),
     "BatchNorm1d": nn.BatchNorm1d(256),
@@ -646,6 +647,40 @@ def test_what_an_operation_allocates_inside_is_part_of_the_peak_of_the_cpu(name)
     predicted = cost(model, given, train=TrainingStep(optimizer="sgd")).memory.training_peak
     optimizer = torch.optim.SGD(model.parameters(), foreach=False)
     assert off(predicted, measured_step(model, given, optimizer)) < 0.01
+
+
+class Checkpointed(torch.nn.Module):
+    """One attention of PyTorch, computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def attend(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).movedim(-2, 1).unbind(3)
+        return self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        return {"loss": torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=False).sum()}
+
+
+@pytest.mark.parametrize("n", (90, 500, 900))
+def test_a_fused_attention_that_is_computed_again_has_the_peak_of_the_cpu(n):
+    torch.manual_seed(0)
+    model, given = Checkpointed(), {"x": torch.randn(3, n, 16)}
+    predicted = cost(model, given, train=TrainingStep(optimizer="sgd")).memory
+    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+    assert predicted.peak.operation == "scaled_dot_product_attention (cpu)"
+    assert off(predicted.training_peak, measured_step(model, given, optimizer)) < 0.01
+
+
+@pytest.mark.parametrize("n", (90, 500, 900))
+def test_the_tiles_of_a_fused_attention_are_part_of_the_peak_of_the_cpu(n):
+    q, k, v = torch.randn(3, 2, 3, n, 16).unbind()
+    call = torch.nn.functional.scaled_dot_product_attention
+    with torch.no_grad():
+        real = counted(lambda: call(q, k, v))[0] + 3 * q.nbytes
+    assert off(cost(lambda q, k, v: call(q, k, v), q, k, v).memory.inference_peak, real) < 0.01
 
 
 def test_products_are_noted_whose_gradient_needs_more_if_a_factor_is_0():
