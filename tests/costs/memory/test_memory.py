@@ -683,6 +683,25 @@ def test_the_tiles_of_a_fused_attention_are_part_of_the_peak_of_the_cpu(n):
     assert off(cost(lambda q, k, v: call(q, k, v), q, k, v).memory.inference_peak, real) < 0.01
 
 
+def test_a_trace_does_not_write_to_the_buffers_and_inputs_of_the_model():
+    class Counter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.kept = torch.nn.BatchNorm1d(3), torch.zeros(())
+            self.register_buffer("calls", torch.zeros(3))
+
+        def forward(self, x, ids):
+            self.calls += 1
+            self.kept += 1
+            ids.clamp_(max=1)
+            return self.norm(x) * self.calls * ids[:, None]
+
+    model, ids = Counter(), torch.arange(4)
+    assert cost(model, torch.randn(4, 3), ids, train=True).memory.training_peak
+    assert not model.calls.any() and not model.kept and not model.norm.num_batches_tracked
+    assert ids.tolist() == [0, 1, 2, 3]
+
+
 def test_products_are_noted_whose_gradient_needs_more_if_a_factor_is_0():
     model, given = Narrow(HIDDEN["prod"]), {"x": torch.randn(3, 64)}
     assert "factors of products (prod) are taken not to be 0" in str(cost(model, given, train=True).notes)

@@ -180,7 +180,7 @@ class Trace(DispatchMode):
             if x.requires_grad:
                 twin.requires_grad_(x.is_floating_point() or x.is_complex())
             elif x.numel() <= MAX_VALUE_ENTRIES and not isinstance(x, nn.Parameter):
-                self.values[twin] = x.detach()
+                self.values[twin] = self._alone(torch.clone, (x,), {})  # a module may write to its buffers
             self._metas[x] = nn.Parameter(twin) if isinstance(x, nn.Parameter) else twin
         return self._metas[x]
 
@@ -220,7 +220,7 @@ class Trace(DispatchMode):
         if x not in self.values:
             raise DataDependent(
                 f"{self.path or 'the top-level call'} reads a value that a meta tensor does not have; pass the "
-                f"inputs that it depends on as real tensors"
+                f"inputs that it depends on as real tensors (a value that depends on weights is never known)"
             )
         return self.values[x]
 
@@ -354,7 +354,7 @@ def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
     """Everything that is called inside runs on meta tensors and is counted; calls of modules are noted."""
     with without_function_modes(), Trace():
         torch.empty(0)  # the first dispatch imports torch._dynamo, and keeps its tensors meanwhile
-    collects, fused = gc.isenabled(), partial(sdpa, trace)
+    fused = partial(sdpa, trace)
     trace.names = {id(inner): path for path, inner in module.named_modules()}
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
     replaced: list[tuple[Any, str, Any]] = [
@@ -377,9 +377,8 @@ def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention runs step by step
         stack.enter_context(compat.checkpoints_ignore_devices())
+        stack.callback(gc.enable if gc.isenabled() else gc.disable)
         gc.disable()  # reference cycles would be collected at other times than in a real run
-        if collects:
-            stack.callback(gc.enable)
         stack.enter_context(autocast.simulated(trace.device if trace.device == "cuda" else "cpu"))
         stack.enter_context(OnDevice(trace, {SDPA: fused}))
         stack.enter_context(trace)
