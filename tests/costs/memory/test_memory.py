@@ -683,6 +683,26 @@ def test_the_tiles_of_a_fused_attention_are_part_of_the_peak_of_the_cpu(n):
     assert off(cost(lambda q, k, v: call(q, k, v), q, k, v).memory.inference_peak, real) < 0.01
 
 
+def test_the_output_of_fused_attention_is_laid_out_as_its_queries():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(
+        32, 4, 64, dropout=0.0, batch_first=True
+    )  # positions before rows
+
+    class Squared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = layer, torch.nn.Linear(32, 128)
+
+        def forward(self, x):
+            return {"loss": self.head(self.layer(x)).square().mean()}
+
+    model, given = Squared(), {"x": torch.randn(4, 50, 32)}
+    predicted = cost(model, given, train=TrainingStep(optimizer="sgd")).memory.training_peak
+    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+    assert off(predicted, measured_step(model, given, optimizer)) < 0.001
+
+
 def test_a_trace_does_not_write_to_the_buffers_and_inputs_of_the_model():
     class Counter(torch.nn.Module):
         def __init__(self):

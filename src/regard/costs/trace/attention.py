@@ -131,7 +131,7 @@ def _up(size: int, to: int) -> int:
 
 
 def heads_within(q: Tensor) -> bool:
-    """Whether the heads of a position are together in memory: the outputs of cuDNN, the CPU and ours are as q is."""
+    """Whether the heads of a position are together in memory: the outputs of cuDNN and ours are as q is."""
     return q.stride(1) < q.stride(2)
 
 
@@ -168,12 +168,14 @@ class FusedKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, trace, kernel):
         (b, h, n), d_v = q.shape[:3], v.shape[-1]
-        within = kernel not in ("cudnn", "cpu") or heads_within(q)
-        out = q.new_empty(b, n, h, d_v).transpose(1, 2) if within else q.new_empty(b, h, n, d_v)
         rows = _up(n, 32) if kernel == "efficient" else n  # rows of the log-sum-exp
         lse = q.new_empty(b, h, rows, dtype=torch.promote_types(q.dtype, torch.float32))
         if kernel == "cpu":
+            out = torch.empty_like(q)  # its axes are in the order of those of q
             trace.workspace(Need(_cpu_tiles, (n, k.shape[2], q.element_size(), 1, d_v + 2)), FUSED)
+        else:
+            within = kernel != "cudnn" or heads_within(q)
+            out = q.new_empty(b, n, h, d_v).transpose(1, 2) if within else q.new_empty(b, h, n, d_v)
         ctx.save_for_backward(q, k, v, out, lse, mask)
         ctx.trace, ctx.kernel = trace, kernel
         return out
@@ -244,9 +246,8 @@ def _run(trace: Any, call: Call, kernel: str) -> Tensor:
             mask = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
         mask = mask.expand(*q.shape[:-1], k.shape[-2])
     if kernel == "flash" and q.shape[-1] % 8:
-        width = q.shape[-1]
-        q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
-        return FusedKernel.apply(q, k, v, None, trace, PADDED)[..., :width]
+        padded = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
+        return FusedKernel.apply(*padded, None, trace, PADDED)[..., : q.shape[-1]]
     return FusedKernel.apply(q, k, v, mask, trace, kernel)
 
 

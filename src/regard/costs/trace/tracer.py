@@ -40,7 +40,6 @@ MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
 MAX_CONSTANT_ENTRIES = 1 << 20  # larger constants are not computed either
 CONSTANTS = compat.aten_operators("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
-STATE = ("zeros_like", "empty_like", "clone")  # by which the first step creates an optimizer's state
 READ_SCALAR = aten_operator("_local_scalar_dense")
 SDPA = F.scaled_dot_product_attention
 _one_at_a_time = RLock()  # functions of PyTorch are replaced while a trace runs
@@ -127,7 +126,7 @@ class Trace(DispatchMode):
             return
         name, tensors = op.__name__.split(".")[0], tensors_in((args, out))
         flops, moved = product_flops(op, args, kwargs, out), sum(x.nbytes for x in tensors)
-        made = self.meter.phase == "optimizer" and name in STATE
+        made = self.meter.phase == "optimizer" and name in ("zeros_like", "empty_like", "clone")  # its state
         if not made and any(x.is_meta for x in tensors):
             dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
             fused = "attention" if "attention" in name else "operation"
