@@ -728,9 +728,18 @@ def test_products_are_noted_whose_gradient_needs_more_if_a_factor_is_0():
     assert "prod" not in str(cost(lambda x: x.prod(-1), given["x"]).notes)
 
 
+def test_the_fast_path_of_an_encoder_layer_stores_the_weights_of_all_heads():
+    encoder, x = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(3, 400, 16)
+    with torch.no_grad():
+        fast = counted(lambda: encoder(x))[0]
+    assert fast > 3 * 2 * 400**2 * 4 > 3 * cost(encoder, x).memory.inference_peak
+
+
 def test_layers_whose_memory_is_not_known_are_noted():
     x = torch.zeros(2, 5, 16)
     encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     assert "recurrent layer" in str(cost(torch.nn.GRU(16, 16, batch_first=True), x).notes)
-    assert "nn.TransformerEncoderLayer" in str(cost(encoder.eval(), x).notes)
+    assert cost(encoder.eval(), x).notes == (
+        "nn.TransformerEncoderLayer is traced without its fast path, which also stores all n × n weights",
+    )
     assert not cost(encoder.train(), x).notes and not cost(encoder.eval(), x, train=True).notes

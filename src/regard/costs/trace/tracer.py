@@ -43,7 +43,7 @@ COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
 READ_SCALAR = aten_operator("_local_scalar_dense")
 SDPA = F.scaled_dot_product_attention
 _one_at_a_time = RLock()  # functions of PyTorch are replaced while a trace runs
-FAST_PATH = "nn.TransformerEncoderLayer is traced step by step; its fused fast path may need a third more"
+FAST_PATH = "nn.TransformerEncoderLayer is traced without its fast path, which also stores all n × n weights"
 LOWEST = torch.finfo(torch.float32).min / 2
 HANDLERS = data_dependent.HANDLERS | OWN_HANDLERS
 
