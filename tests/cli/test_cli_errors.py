@@ -156,6 +156,25 @@ def test_a_mistake_gets_a_one_sentence_message(words, bad_files):
     assert refused(*words) == MISTAKES[words]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "translate", "--out", "", "--dry-run"),
+        ("train", "translate", "--out=", "--dry-run"),
+        ("cost", "gpt2", "--n", "16", "--fits", ""),
+        ("translate", "Hello", "--model", ""),
+    ],
+)
+def test_an_empty_value_is_neither_the_current_folder_nor_ignored(words, bad_files):
+    option = next(word for word in words if word.startswith(("--out", "--fits", "--model")))
+    assert refused(*words) == f"{option.removesuffix('=')} is empty: give a value, or leave it out"
+
+
+def test_an_empty_name_is_no_model(bad_files):
+    (bad_files / "config.json").write_text(rg.preset("tiny-gpt").json())
+    assert refused("cost", "", "--n", 4).startswith("the name of the model is empty; accepted: a preset, ")
+
+
 def test_a_gpu_that_is_not_there_is_refused(bad_files, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for words in (("train", "translate"), ("check", "torch.nn:Linear"), ("bench", "machine")):

@@ -12,8 +12,8 @@ typer = pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
 
 from regard.cli.look import look  # noqa: E402
-from regard.cli.models import encoded, load, namer, own_output, read_input  # noqa: E402
-from regard.training.data.tokens import START  # noqa: E402
+from regard.cli.models import LoadedModel, encoded, load, namer, own_output, read_input  # noqa: E402
+from regard.training.data.tokens import START, characters  # noqa: E402
 
 app = typer.Typer()
 app.command()(look)
@@ -79,6 +79,13 @@ def test_a_function_that_returns_a_model_is_called(tmp_path, monkeypatch):
         load("my_models:three")
     with pytest.raises(rg.SpecError, match=r"builtins:dict\(\) returned a dict; expected a model"):
         load("builtins:dict")
+
+
+def test_a_text_without_tokens_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    for given in ("", str(tmp_path / "empty.txt")):
+        with pytest.raises(rg.SpecError, match=r"^'' has no tokens; pass a text$"):
+            read_input(given, LoadedModel(torch.nn.Identity(), characters(["abc"]), None))
 
 
 def test_a_text_needs_a_tokenizer(folder):

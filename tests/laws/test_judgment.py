@@ -68,6 +68,11 @@ def test_a_faulty_one_gets_fewer_points_and_the_reason():
     assert masked.groups["options"] < 1.0 == masked.groups["plain calls"]
 
 
+def test_a_fault_that_no_variant_explains_is_called_a_symptom():
+    strange = rg.judge(lambda q, k, v: (q @ k.mT).sin().softmax(-1) @ v, seed=1, seconds=5)
+    assert strange.reasons[0].startswith("symptom: outputs are wrong; fix: ")
+
+
 @pytest.mark.long
 def test_the_mean_of_the_values_gets_almost_no_points():
     judged = rg.judge(lambda q, k, v: v.mean(-2, keepdim=True).expand(*q.shape[:-1], -1), seed=1, seconds=60)

@@ -170,6 +170,41 @@ def test_weights_without_a_softmax_and_with_one_over_another_axis_are_described(
         "no attention call was found while function ran (0 module calls); 1 softmax ran over another axis than the "
         "last, which is not read as attention"
     )
+    with pytest.raises(rg.RegardError) as refused:
+        look(lambda q: (q @ q.mT).softmax(-1), q)
+    assert str(refused.value) == (
+        "no attention call was found while function ran (0 module calls); a softmax ran, but no matrix product of "
+        "its result with values was recognized"
+    )
+
+
+DIAGONAL = torch.eye(5, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.masked_fill(DIAGONAL, 0.0),
+        lambda w: w.masked_fill_(DIAGONAL, 0.0),
+        lambda w: torch.where(DIAGONAL, 0.0, w).nan_to_num(),
+        lambda w: (~DIAGONAL).to(w.dtype).expand_as(w) * w,
+        lambda w: w.mul_(~DIAGONAL),
+    ],
+    ids=["masked_fill", "masked_fill_", "where", "mask first", "mul_"],
+)
+def test_weights_that_are_masked_after_the_softmax_are_shown_as_they_are_used(change):
+    q = torch.randn(1, 2, 5, 4)
+    view = look(lambda q: change((q @ q.mT).softmax(-1)) @ q, q)
+    torch.testing.assert_close(view.map(0, 1), (q @ q.mT).softmax(-1)[0, 1].masked_fill(DIAGONAL, 0.0))
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 8), (0, 3, 8)])
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_empty_sequence_or_batch_is_an_error_that_names_the_sizes(shape, keep):
+    layer = rg.Attention(8, heads=2).build().eval()
+    sizes = f"MultiHeadAttention has {shape[0]} batch rows, {shape[1]} queries and {shape[1]} keys"
+    with pytest.raises(rg.ShapeError, match=sizes):
+        look(layer, torch.zeros(shape), keep=keep)
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -498,6 +498,18 @@ def test_runs_are_overlaid_smoothed_and_read(opened):
     assert page.inner_text("#run-reading").startswith("second: ")
 
 
+def test_a_curve_of_one_point_is_visible_and_the_python_line_reads_the_run_as_it_was_trained(opened):
+    page = opened("#panel=runs")
+    count(page, "#run-chart path.curve", 2)
+    folder = re.search(r'train\("(.*)/recipe.json", out="(.*)"\)', page.inner_text("#python-runs")).groups()
+    assert folder[0] == folder[1] and folder[0].endswith("/first")
+    page.evaluate(
+        "chart(document.getElementById('run-chart'), [{name: 'short', color: 0, points: [[12, 8.7]]}], "
+        "{width: 900, height: 380, x: 'update', y: 'loss'})"
+    )
+    assert page.locator("#run-chart circle.point").count() == 1
+
+
 @pytest.mark.long
 def test_a_run_grows_on_the_page_while_it_trains(opened, runs):
     page = opened("#panel=runs")

@@ -30,6 +30,13 @@ COMMANDS = {
 }
 
 
+# An empty value of these, as of an unset shell variable, would be the current folder, or would be ignored.
+NOT_EMPTY = {
+    "--out", "--html", "--model", "--file", "--runs", "--data", "--valid", "--test", "--fits", "--memory", "--gpu",
+    "--autocast", "--frozen",
+}  # fmt: skip
+
+
 class Commands(TyperGroup):
     """The subcommands. Their modules are imported when a command is used, not to list it.
 
@@ -45,6 +52,13 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if self.listing else load_command(cmd_name)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        for option, value in zip(args, [*args[1:], "-"]):
+            name = option.removesuffix("=")
+            if name in NOT_EMPTY and (name != option or not value):
+                raise regard.SpecError(f"{name} is empty: give a value, or leave it out")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Ctrl-C gives exit code 130 in every release of typer."""

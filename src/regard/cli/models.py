@@ -151,7 +151,9 @@ def read_input(given: str, loaded: LoadedModel) -> Tensor:
         raise SpecError(
             f"this model has no tokenizer, so {given[:40]!r} is not an input; use token ids, such as 5,12,7"
         )
-    return torch.tensor([encoded(given, loaded.tokenizer)])
+    if not (ids := encoded(given, loaded.tokenizer)):
+        raise SpecError(f"{given!r} has no tokens; pass a text")
+    return torch.tensor([ids])
 
 
 def encoded(text: str, tokenizer: Any) -> list[int]:

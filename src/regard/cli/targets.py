@@ -20,6 +20,8 @@ def read(source: str) -> Any:
     A preset or a declaration gives its spec; a Hugging Face configuration its PretrainedConfig; a folder
     written by `rg.save`, or by `regard train`, its model; `package.module:name` whatever has that name.
     """
+    if not source:
+        raise SpecError(f"the name of the model is empty; accepted: {FORMS}")
     if source.startswith("hf:"):
         return huggingface_config(Path(source.removeprefix("hf:")))
     path = Path(source)

@@ -296,8 +296,7 @@ def _head_class(config: Any, transformers: Any) -> Any:
 
 def class_note(model: Any, built: Any) -> tuple[str, ...]:
     """Which class a configuration became."""
-    name = type(built).__name__
-    text = f"the configuration is built as {name}; config.architectures = [...] names another class"
+    text = f"the configuration is built as {name_of(built)}; config.architectures = [...] names another class"
     return (text,) if is_config(model) else ()
 
 

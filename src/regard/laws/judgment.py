@@ -120,7 +120,7 @@ def _judged(target: Target, seed: int, until: float | int) -> Judgment:
     texts = [f"{name}: {groups[name]:.0%} right; {reasons[name]}" for name in order if name in reasons]
     cause = diagnose(target, harness, ()) if score < 1.0 else None
     if cause is not None:
-        texts.insert(0, f"likely cause: {cause.headline}; fix: {cause.fix}")
+        texts.insert(0, f"{cause.line}; fix: {cause.fix}")
     if "time" in reasons:
         texts.append(reasons["time"])
     return Judgment(score, tuple(texts), cause, groups)
@@ -277,5 +277,5 @@ def _module(target: Target) -> Judgment:
     score = len(held) / len(ran) if ran else 0.0
     reasons = [f"{o.law.number} {o.law.name}: {o.message}" for o in verdict.broken]
     if verdict.cause is not None:
-        reasons.insert(0, f"likely cause: {verdict.cause.headline}; fix: {verdict.cause.fix}")
+        reasons.insert(0, f"{verdict.cause.line}; fix: {verdict.cause.fix}")
     return Judgment(score, tuple(reasons), verdict.cause, {"laws": score})

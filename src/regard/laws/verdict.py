@@ -101,8 +101,7 @@ class Verdict:
         cause = self.cause
         if cause is None:
             return []
-        lines = [f"likely cause: {cause.headline}" if cause.exact else f"symptom: {cause.headline}"]
-        lines += [f"  {cause.evidence}", f"  fix: {cause.fix}"]
+        lines = [cause.line, f"  {cause.evidence}", f"  fix: {cause.fix}"]
         if cause.exact and cause.wrong > cause.explained:
             lines.append(f"  it explains {cause.explained} of {cause.wrong} calls that differ")
         if cause.laws:

@@ -186,6 +186,10 @@ class Interceptor(DispatchMode):
             self._paused -= 1
 
     @property
+    def softmaxes(self) -> int:
+        return self._provenance.softmaxes
+
+    @property
     def softmaxes_over_another_axis(self) -> int:
         return self._provenance.softmaxes_over_another_axis
 

@@ -23,7 +23,10 @@ LINEAR = {
 }
 PRODUCTS = {aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
 SOFTMAX = aten_operators("_softmax", "_safe_softmax")
-PRESERVES_WEIGHTS = aten_operators("native_dropout", "_to_copy", "clone", "mul", "div")
+ELEMENTWISE = ("mul", "div", "masked_fill", "nan_to_num")  # and in place
+PRESERVES_WEIGHTS = aten_operators(
+    "native_dropout", "_to_copy", "clone", "where", *ELEMENTWISE, *(f"{name}_" for name in ELEMENTWISE)
+)
 COPIES = aten_operators("_to_copy", "clone")  # under autocast each projection reads a copy of its own
 NEW_TENSORS = {aten.lift_fresh, aten.lift}  # torch.tensor(…): its storage may have belonged to another tensor
 MAX_ANCESTORS = 6  # of one tensor; the newest ones decide
@@ -162,9 +165,10 @@ class Provenance:
             return number
         if packet in SOFTMAX:
             self.softmaxes_over_another_axis += first.dim() > 2
-        if packet in PRESERVES_WEIGHTS and given[0].numel() == first.numel():
-            return self.of(given[0]).softmax
-        return None
+        if packet not in PRESERVES_WEIGHTS:
+            return None
+        numbers = (self.of(x).softmax for x in given if x.numel() == first.numel())
+        return next((number for number in numbers if number is not None), None)
 
     def _set(
         self,

@@ -65,6 +65,8 @@ def _no_calls(model: Any, ran: Interceptor) -> str:
     if count := ran.softmaxes_over_another_axis:
         one = "1 softmax" if count == 1 else f"{count} softmaxes"
         return f"{text}; {one} ran over another axis than the last, which is not read as attention"
+    if ran.softmaxes:
+        return f"{text}; a softmax ran, but no matrix product of its result with values was recognized"
     return f"{text}: it has none, computes weights without a softmax, or runs outside PyTorch"
 
 
@@ -79,6 +81,12 @@ class _CallCollector:
 
     def add(self, call: InterceptedCall) -> None:
         source = call.source
+        if 0 in source.shape:
+            b, _, n, m = source.shape
+            raise ShapeError(
+                f"{call.name} has {b} batch rows, {n} queries and {m} keys: there is no attention to show; pass at "
+                f"least one token"
+            )
         if self.keep == "copy" or any(x.is_inference() for x in tensors_of(source)):
             fields = ("q", "k") if hasattr(source, "q") else ("table",)
             source = replace(source, **{f: getattr(source, f).clone() for f in fields})

@@ -626,6 +626,7 @@ HIDDEN = {  # what PyTorch allocates inside these, or inside their gradients, on
     "amax and exp": lambda x: (x - x.amax(-1, keepdim=True)).exp(),
     "amin": lambda x: x - x.amin(0, keepdim=True),
     "a mask of bools": lambda x: x * (x > 0),
+    "float32 added in place to bfloat16": lambda x: x.bfloat16().add_(torch.ones_like(x)).float(),
     "GroupNorm": nn.GroupNorm(8, 256),
     "GroupNorm of sequences": lambda x: nn.GroupNorm(8, 256)(x.unflatten(0, (-1, 10)).mT),
     "BatchNorm1d": nn.BatchNorm1d(256),
@@ -649,15 +650,97 @@ def test_what_an_operation_allocates_inside_is_part_of_the_peak_of_the_cpu(name)
     assert off(predicted, measured_step(model, given, optimizer)) < 0.01
 
 
+class Checkpointed(torch.nn.Module):
+    """One attention of PyTorch, computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def attend(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).movedim(-2, 1).unbind(3)
+        return self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        return {"loss": torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=False).sum()}
+
+
+@pytest.mark.parametrize("n", (90, 500, 900))
+def test_a_fused_attention_that_is_computed_again_has_the_peak_of_the_cpu(n):
+    torch.manual_seed(0)
+    model, given = Checkpointed(), {"x": torch.randn(3, n, 16)}
+    predicted = cost(model, given, train=TrainingStep(optimizer="sgd")).memory
+    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+    assert predicted.peak.operation == "scaled_dot_product_attention (cpu)"
+    assert off(predicted.training_peak, measured_step(model, given, optimizer)) < 0.01
+
+
+@pytest.mark.parametrize("n", (90, 500, 900))
+def test_the_tiles_of_a_fused_attention_are_part_of_the_peak_of_the_cpu(n):
+    q, k, v = torch.randn(3, 2, 3, n, 16).unbind()
+    call = torch.nn.functional.scaled_dot_product_attention
+    with torch.no_grad():
+        real = counted(lambda: call(q, k, v))[0] + 3 * q.nbytes
+    assert off(cost(lambda q, k, v: call(q, k, v), q, k, v).memory.inference_peak, real) < 0.01
+
+
+def test_the_output_of_fused_attention_is_laid_out_as_its_queries():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(
+        32, 4, 64, dropout=0.0, batch_first=True
+    )  # positions before rows
+
+    class Squared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = layer, torch.nn.Linear(32, 128)
+
+        def forward(self, x):
+            return {"loss": self.head(self.layer(x)).square().mean()}
+
+    model, given = Squared(), {"x": torch.randn(4, 50, 32)}
+    predicted = cost(model, given, train=TrainingStep(optimizer="sgd")).memory.training_peak
+    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+    assert off(predicted, measured_step(model, given, optimizer)) < 0.001
+
+
+def test_a_trace_does_not_write_to_the_buffers_and_inputs_of_the_model():
+    class Counter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.kept = torch.nn.BatchNorm1d(3), torch.zeros(())
+            self.register_buffer("calls", torch.zeros(3))
+
+        def forward(self, x, ids):
+            self.calls += 1
+            self.kept += 1
+            ids.clamp_(max=1)
+            return self.norm(x) * self.calls * ids[:, None]
+
+    model, ids = Counter(), torch.arange(4)
+    assert cost(model, torch.randn(4, 3), ids, train=True).memory.training_peak
+    assert not model.calls.any() and not model.kept and not model.norm.num_batches_tracked
+    assert ids.tolist() == [0, 1, 2, 3]
+
+
 def test_products_are_noted_whose_gradient_needs_more_if_a_factor_is_0():
     model, given = Narrow(HIDDEN["prod"]), {"x": torch.randn(3, 64)}
     assert "factors of products (prod) are taken not to be 0" in str(cost(model, given, train=True).notes)
     assert "prod" not in str(cost(lambda x: x.prod(-1), given["x"]).notes)
 
 
+def test_the_fast_path_of_an_encoder_layer_stores_the_weights_of_all_heads():
+    encoder, x = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(3, 400, 16)
+    with torch.no_grad():
+        fast = counted(lambda: encoder(x))[0]
+    assert fast > 3 * 2 * 400**2 * 4 > 3 * cost(encoder, x).memory.inference_peak
+
+
 def test_layers_whose_memory_is_not_known_are_noted():
     x = torch.zeros(2, 5, 16)
     encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     assert "recurrent layer" in str(cost(torch.nn.GRU(16, 16, batch_first=True), x).notes)
-    assert "nn.TransformerEncoderLayer" in str(cost(encoder.eval(), x).notes)
+    assert cost(encoder.eval(), x).notes == (
+        "nn.TransformerEncoderLayer is traced without its fast path, which also stores all n × n weights",
+    )
     assert not cost(encoder.train(), x).notes and not cost(encoder.eval(), x, train=True).notes

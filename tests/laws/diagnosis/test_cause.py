@@ -368,6 +368,18 @@ def summed_over_the_batch(q, k, v):
     return (q @ k.sum(0, keepdim=True).mT / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
+def tiles_of_three(q, k, v):
+    """Tiles of keys, with a running sum and maximum; the output is not rescaled."""
+    total, top, o = 0.0, torch.full_like(q[..., :1], -math.inf), 0.0
+    for keys, values in zip(k.split(3, -2), v.split(3, -2)):
+        scores = q @ keys.mT / q.shape[-1] ** 0.5
+        before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
+        weights = (scores - top).exp()
+        total = total * (before - top).exp() + weights.sum(-1, keepdim=True)
+        o = o + weights @ values
+    return o / total
+
+
 def zero_is_none(q, k, v, scale=None):
     return (q @ k.mT * (scale or q.shape[-1] ** -0.5)).softmax(-1) @ v
 
@@ -380,9 +392,27 @@ def zero_is_none(q, k, v, scale=None):
         (cosine_without_scale, "cosine scores", "cosine similarity instead of q·k; and the scores"),
         (masked_in_head_0, "mask of one head", "the mask is ignored, for some of the heads (here head 1)"),
         (summed_over_the_batch, "batch rows mixed", "an output depends on another row of the batch"),
+        (tiles_of_three, "tiles merged wrongly", "tiles of 3 keys are merged without rescaling the output"),
         (zero_is_none, "scale ignored", "a given scale of 0 is treated as if none were given"),
     ],
 )
 def test_numbers_pairs_and_parts_of_outputs_are_found(faulty, family, words):
     cause = check(faulty, ["L65"], FEW).cause
     assert cause.family == family and words in cause.headline
+
+
+class MinusTheMean(torch.nn.Module):
+    """Causal self-attention of x minus its mean over the batch, which is 0 for a single row."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x - x.mean(0, keepdim=True)).chunk(3, -1)
+        return self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_a_gradient_that_is_lost_as_rows_are_mixed_is_no_detached_input():
+    cause = check(MinusTheMean(), ["L48", "L50"], FEW).cause
+    assert (cause.family, cause.laws) == ("batch rows mixed", ("L48", "L50"))

@@ -212,3 +212,12 @@ def test_a_long_context_model_reads_its_neighborhood_and_every_16th_token(tmp_pa
     trainer = Trainer(chosen.task(model), data.train, data.valid, settings, tmp_path)
     losses = [float(total / predicted) for total, predicted, _ in (trainer._update() for _ in range(3))]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -3}, {"rate": -1.0}, {"rate": float("inf")}])
+def test_a_number_of_updates_or_a_rate_that_is_not_positive_is_named_as_it_was_given(wrong):
+    ((key, given),) = wrong.items()
+    text = f"recipe 'translate': {key}={given}; it needs to be more than 0 and finite"
+    with pytest.raises(rg.SpecError) as refused:
+        recipe("translate", **wrong)
+    assert str(refused.value) == text

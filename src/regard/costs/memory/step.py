@@ -162,9 +162,8 @@ class Optimizer:
 
     def __init__(self, module: nn.Module, training: TrainingStep, device: str):
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        with torch.no_grad():
-            copied = self.parameters if training.master_weights else []
-            self.masters = [nn.Parameter(p.float()) for p in copied]
+        copied = self.parameters if training.master_weights else []
+        self.masters = [nn.Parameter(p.detach().float()) for p in copied]
         self.inner: Any = _optimizer(self.masters or self.parameters, training, device)
 
     def step(self) -> None:
@@ -179,8 +178,7 @@ class Optimizer:
     def tensors(self) -> list[tuple[Any, Tensor]]:
         """The optimizer state with the parameter that it belongs to, without counters that stay on the CPU."""
         owner: dict[Any, Any] = dict(zip(self.masters, self.parameters))
-        state = self.inner.state.items()
-        return [(owner.get(p, p), x) for p, s in state for x in s.values() if isinstance(x, Tensor)]
+        return [(owner.get(p, p), x) for p, s in self.inner.state.items() for x in tensors_in(s)]
 
 
 class States8:

@@ -131,19 +131,18 @@ def _up(size: int, to: int) -> int:
 
 
 def heads_within(q: Tensor) -> bool:
-    """Whether the heads of a position are together in memory: the outputs of cuDNN, the CPU and ours are as q is."""
+    """Whether the heads of a position are together in memory: the outputs of cuDNN and ours are as q is."""
     return q.stride(1) < q.stride(2)
 
 
 def backward_workspace(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> int | Need:
     """Bytes that the backward kernel needs beside the gradients (bench/cost_kernels_gpu.py).
 
-    Σ o·do of each query; on a GPU also the gradient of q in float32, and for shared key/value heads the gradients of
-    keys and values of every query head.
+    On a GPU: Σ o·do of each query, ∂q in float32; of shared key/value heads, gradients for every query head.
     """
     (b, h, n, d), (h_kv, m), d_v = q.shape, k.shape[1:3], v.shape[-1]
     if kernel == "cpu":
-        return 4 * b * h * n
+        return Need(_cpu_tiles, (n, m, q.element_size(), 2, 1))
     if kernel == "efficient":
         return 4 * b * h * (_up(n, 64) * _up(d, 64) + _up(n, 32))
     expanded = 0 if h == h_kv else b * m * h * (d + d_v) * q.element_size()
@@ -156,23 +155,34 @@ def _cudnn_or_flash(heads: int, n: int, d: int, expanded: int, padded: int, gpu:
     return 4 * heads * _up(n, 128) * (_up(d, 32) + 1) + expanded
 
 
+def _cpu_tiles(n: int, m: int, size: int, tables: int, beside: int, _: Gpu) -> int:
+    """Each thread has tables of one tile of scores, 16-bit ones also in float32, and numbers beside each row."""
+    rows, wide = min(n, 256 if n >= 768 else 64 if n >= 192 else 32), max(size, 4)
+    tile = min(m, 512) * (wide if size == wide else wide + size)
+    return torch.get_num_threads() * rows * (tables * tile + beside * wide)
+
+
 class FusedKernel(torch.autograd.Function):
     """Fused attention without arithmetic: allocates the result, what is saved, and gradients of the right sizes."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask, trace, kernel):
         (b, h, n), d_v = q.shape[:3], v.shape[-1]
-        within = kernel not in ("cudnn", "cpu") or heads_within(q)
-        out = q.new_empty(b, n, h, d_v).transpose(1, 2) if within else q.new_empty(b, h, n, d_v)
         rows = _up(n, 32) if kernel == "efficient" else n  # rows of the log-sum-exp
         lse = q.new_empty(b, h, rows, dtype=torch.promote_types(q.dtype, torch.float32))
+        if kernel == "cpu":
+            out = torch.empty_like(q)  # its axes are in the order of those of q
+            trace.workspace(Need(_cpu_tiles, (n, k.shape[2], q.element_size(), 1, d_v + 2)), FUSED)
+        else:
+            within = kernel != "cudnn" or heads_within(q)
+            out = q.new_empty(b, n, h, d_v).transpose(1, 2) if within else q.new_empty(b, h, n, d_v)
         ctx.save_for_backward(q, k, v, out, lse, mask)
         ctx.trace, ctx.kernel = trace, kernel
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, _, _, mask = ctx.saved_tensors
+        q, k, v, *_, mask = ctx.saved_tensors  # all stay to the end, also after a checkpoint
         grads, of_mask = [torch.empty_like(x) for x in (q, k, v)], None
         ctx.trace.workspace(backward_workspace(ctx.kernel, q, k, v), f"{FUSED} ({ctx.kernel})")
         products = 2 * 2.5 * q.shape[:3].numel() * k.shape[2] * (q.shape[-1] + v.shape[-1])
@@ -236,9 +246,8 @@ def _run(trace: Any, call: Call, kernel: str) -> Tensor:
             mask = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
         mask = mask.expand(*q.shape[:-1], k.shape[-2])
     if kernel == "flash" and q.shape[-1] % 8:
-        width = q.shape[-1]
-        q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
-        return FusedKernel.apply(q, k, v, None, trace, PADDED)[..., :width]
+        padded = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
+        return FusedKernel.apply(*padded, None, trace, PADDED)[..., : q.shape[-1]]
     return FusedKernel.apply(q, k, v, mask, trace, kernel)
 
 

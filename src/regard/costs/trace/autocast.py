@@ -61,9 +61,8 @@ def simulated(device: str) -> Iterator[None]:
 def _register() -> Any:
     treated = {d: set(compat.autocast_operators(d.upper())) for d in ("cpu", "cuda")}
     names = sorted(treated["cpu"] | treated["cuda"])
-    return compat.register_autocast(
-        {name: _kernel(name, {d for d in treated if name in treated[d]}) for name in names}
-    )
+    kernels = {name: _kernel(name, {d for d in treated if name in treated[d]}) for name in names}
+    return compat.register_autocast(kernels)
 
 
 def _kernel(full_name: str, devices: set[str]) -> Callable[..., Any]:

@@ -30,9 +30,16 @@ from .kernels import by_one_launch
 
 
 @contextmanager
+def _outside() -> Iterator[None]:
+    """Nothing inside is traced."""
+    with without_function_modes(), without_dispatch_modes():
+        yield
+
+
+@contextmanager
 def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
     """fused: in place of PyTorch's attention."""
-    with without_function_modes(), without_dispatch_modes():
+    with _outside():
         can_read_flash_node()  # probed once in a process: what the probe allocates is not the model's
     with ExitStack() as stack:
 
@@ -53,8 +60,8 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
             put(kernels, "_pool", [])
             allocate = kernels.Buffers._allocate
             put(kernels.Buffers, "_allocate", lambda *args: trace.keeping(allocate, *args))
-            for name in ("allowed", "mask"):
-                put(layout.TileGroup, name, _outside(getattr(layout.TileGroup, name)))
+            for name in ("allowed", "mask"):  # tables that are cached for real calls too
+                put(layout.TileGroup, name, _outside()(getattr(layout.TileGroup, name)))
         yield
 
 
@@ -73,7 +80,7 @@ def _chosen(trace: Any, f: CallFacts, backend: str) -> Prepared:
     if f.observed:
         return choose(f, backend)
     if (f, backend) not in trace.prepared:
-        with without_function_modes(), without_dispatch_modes():
+        with _outside():
             prepared = choose(f, backend)
             if prepared.build is not None:
                 with _Tables(trace):
@@ -135,13 +142,3 @@ OWN_HANDLERS = {
     torch.ops.regard.sparse_attention: _sparse,
     torch.ops.regard.sparse_attention_backward: _sparse_backward,
 }
-
-
-def _outside(make: Any) -> Any:
-    """A method that makes a table, of real tensors: it is cached for real calls too."""
-
-    def made(*args: Any) -> Any:
-        with without_function_modes(), without_dispatch_modes():
-            return make(*args)
-
-    return made

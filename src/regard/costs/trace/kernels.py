@@ -111,7 +111,8 @@ def _cast(args: tuple, outs: list[Tensor]) -> int:
     """The CPU copies arguments of another dtype to the one in which it computes; bools are summed as int64."""
     tensors = [x for x in args if isinstance(x, Tensor) and x.dim()]
     common = reduce(torch.promote_types, (x.dtype for x in (*tensors, outs[0])))
-    return sum(x.numel() * common.itemsize for x in tensors if x.dtype != common)
+    copied = [*tensors, *outs[: outs[0] is args[0]]]  # in place, the result is a copy first
+    return sum(x.numel() * common.itemsize for x in copied if x.dtype != common)
 
 
 def _batch_norm_backward(args: tuple, outs: list[Tensor]) -> int:

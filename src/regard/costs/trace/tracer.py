@@ -40,11 +40,10 @@ MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
 MAX_CONSTANT_ENTRIES = 1 << 20  # larger constants are not computed either
 CONSTANTS = compat.aten_operators("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
-STATE = ("zeros_like", "empty_like", "clone")  # by which the first step creates an optimizer's state
 READ_SCALAR = aten_operator("_local_scalar_dense")
 SDPA = F.scaled_dot_product_attention
 _one_at_a_time = RLock()  # functions of PyTorch are replaced while a trace runs
-FAST_PATH = "nn.TransformerEncoderLayer is traced step by step; its fused fast path may need a third more"
+FAST_PATH = "nn.TransformerEncoderLayer is traced without its fast path, which also stores all n × n weights"
 LOWEST = torch.finfo(torch.float32).min / 2
 HANDLERS = data_dependent.HANDLERS | OWN_HANDLERS
 
@@ -127,7 +126,7 @@ class Trace(DispatchMode):
             return
         name, tensors = op.__name__.split(".")[0], tensors_in((args, out))
         flops, moved = product_flops(op, args, kwargs, out), sum(x.nbytes for x in tensors)
-        made = self.meter.phase == "optimizer" and name in STATE
+        made = self.meter.phase == "optimizer" and name in ("zeros_like", "empty_like", "clone")  # its state
         if not made and any(x.is_meta for x in tensors):
             dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
             fused = "attention" if "attention" in name else "operation"
@@ -180,7 +179,7 @@ class Trace(DispatchMode):
             if x.requires_grad:
                 twin.requires_grad_(x.is_floating_point() or x.is_complex())
             elif x.numel() <= MAX_VALUE_ENTRIES and not isinstance(x, nn.Parameter):
-                self.values[twin] = x.detach()
+                self.values[twin] = self._alone(torch.clone, (x,), {})  # a module may write to its buffers
             self._metas[x] = nn.Parameter(twin) if isinstance(x, nn.Parameter) else twin
         return self._metas[x]
 
@@ -220,7 +219,7 @@ class Trace(DispatchMode):
         if x not in self.values:
             raise DataDependent(
                 f"{self.path or 'the top-level call'} reads a value that a meta tensor does not have; pass the "
-                f"inputs that it depends on as real tensors"
+                f"inputs that it depends on as real tensors (a value that depends on weights is never known)"
             )
         return self.values[x]
 
@@ -354,7 +353,7 @@ def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
     """Everything that is called inside runs on meta tensors and is counted; calls of modules are noted."""
     with without_function_modes(), Trace():
         torch.empty(0)  # the first dispatch imports torch._dynamo, and keeps its tensors meanwhile
-    collects, fused = gc.isenabled(), partial(sdpa, trace)
+    fused = partial(sdpa, trace)
     trace.names = {id(inner): path for path, inner in module.named_modules()}
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
     replaced: list[tuple[Any, str, Any]] = [
@@ -377,9 +376,8 @@ def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention runs step by step
         stack.enter_context(compat.checkpoints_ignore_devices())
+        stack.callback(gc.enable if gc.isenabled() else gc.disable)
         gc.disable()  # reference cycles would be collected at other times than in a real run
-        if collects:
-            stack.callback(gc.enable)
         stack.enter_context(autocast.simulated(trace.device if trace.device == "cuda" else "cpu"))
         stack.enter_context(OnDevice(trace, {SDPA: fused}))
         stack.enter_context(trace)

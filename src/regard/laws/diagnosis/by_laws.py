@@ -101,7 +101,9 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
     if not broken:
         return None
     follows = "L50" in broken and "reached" not in broken["L50"].message and VALUES & set(broken)
-    order = [n for n in BY_LAW if n in broken and not (n == "L50" and follows)]
+    # A single row from which the mean of all rows is subtracted has no gradient.
+    mixes = "L48" in broken and isinstance(harness.target, Model)
+    order = [n for n in BY_LAW if n in broken and not (n == "L50" and (follows or mixes))]
     # A call that raised says nothing about the other laws.
     order = [n for n in order if not broken[n].message.startswith("raised")] or order
     values = sorted(VALUES & set(broken)) if isinstance(harness.target, Function) else []

@@ -33,6 +33,11 @@ class Cause:
     def headline(self) -> str:
         return f"{self.name}{f', only {self.where}' if self.where else ''}"
 
+    @property
+    def line(self) -> str:
+        """The headline, and whether it is a cause: without equal numbers it is a symptom."""
+        return f"{'likely cause' if self.exact else 'symptom'}: {self.headline}"
+
     def plain(self) -> dict[str, Any]:
         return {
             "name": self.name,

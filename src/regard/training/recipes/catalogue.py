@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -313,6 +314,8 @@ def recipe(name: str, **parameters: Any) -> Recipe:
         raise SpecError(f"recipe {name!r} has no parameter {unknown[0]!r}; {nearest(unknown[0], known)}")
     for key, given in parameters.items():
         _require_type(name, key, given, known[key].annotation)
+        if key in ("steps", "rate") and not 0 < given < inf:
+            raise SpecError(f"recipe {name!r}: {key}={given}; it needs to be more than 0 and finite")
     required = [key for key, p in known.items() if p.default is p.empty and key not in parameters]
     if required:
         raise SpecError(

@@ -19,7 +19,11 @@ function chart(svg, lines, { width, height, log, powers, x, y, at: marked }) {
   ticks(y0, y1, log).forEach((v) => made.push(svgNode("line", { class: "grid", x1: left, x2: width - right, y1: py(v), y2: py(v) }), svgNode("text", { class: "axis", x: left - 6, y: py(v) + 4, "text-anchor": "end" }, name(v))));
   (powers ? xs.filter((v, i) => xs.indexOf(v) === i) : ticks(x0, x1)).forEach((v) => made.push(svgNode("text", { class: "axis", x: px(v), y: height - bottom + 16, "text-anchor": "middle" }, name(v))));
   made.push(svgNode("text", { class: "axis", x: left + inner / 2, y: height - 4, "text-anchor": "middle" }, x), svgNode("title", {}, y + " over " + x));
-  lines.forEach((l) => made.push(svgNode("path", { class: "curve", stroke: LINES[l.color % LINES.length], d: "M" + l.points.filter(([, v]) => !log || v > 0).map(([a, v]) => px(a).toFixed(1) + " " + py(v).toFixed(1)).join("L") })));
+  lines.forEach((l) => {
+    const color = LINES[l.color % LINES.length], places = l.points.filter(([, v]) => !log || v > 0).map(([a, v]) => [px(a).toFixed(1), py(v).toFixed(1)]);
+    made.push(svgNode("path", { class: "curve", stroke: color, d: "M" + places.map((p) => p.join(" ")).join("L") }));
+    if (places.length === 1) made.push(svgNode("circle", { class: "point", fill: color, cx: places[0][0], cy: places[0][1], r: 4 }));  // a path of one point is invisible
+  });
   lines.forEach((l) => l.points.filter(([a]) => a === marked).forEach(([a, v]) => made.push(svgNode("circle", { class: "here", cx: px(a), cy: py(v), r: 5 }))));
   svg.replaceChildren(...made);
   return { px, py, x0, x1, left, inner, top, bottom: height - bottom, width, lines };
@@ -85,7 +89,7 @@ function showRuns() {
   at("smooth-out").textContent = s;
   const lines = runs.map((r, i) => ({ name: r.name, color: i, points: smoothed(r.curves[metric], s) })).filter((l) => l.points.length && !off.has(l.name));
   drawn = chart(at("run-chart"), lines, { width: 900, height: 380, log: at("log-scale").checked, x: "update", y: metric });
-  at("python-runs").textContent = `run = regard.train("translate", out=${quoted(runs[0].folder)}); run.losses`;
+  at("python-runs").textContent = `run = regard.train(${quoted(runs[0].folder + "/recipe.json")}, out=${quoted(runs[0].folder)}); run.losses`;
 }
 // The nearest value of every curve, beside the pointer or moved by the arrow keys.
 function readRun(step) {

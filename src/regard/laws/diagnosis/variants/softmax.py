@@ -242,7 +242,7 @@ SOFTMAX = (
             "multiply the running sum and output by exp(old maximum − new maximum)",
             normalize=_tiled(size, merge),
         )
-        for size in (2, 4, 8, 16, 32, 64, 128)
+        for size in (2, 3, 4, 8, 16, 32, 64, 128)
         for merge, word in (
             ("neither", "the sum and the output"),
             ("output", "the output"),
@@ -256,6 +256,6 @@ SOFTMAX = (
             "accumulate the denominator over all tiles",
             normalize=_tiled(size, "last"),
         )
-        for size in (2, 4, 8, 16, 32, 64, 128)
+        for size in (2, 3, 4, 8, 16, 32, 64, 128)
     ),
 )
