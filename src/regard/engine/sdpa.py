@@ -149,7 +149,7 @@ def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
         empty = (mask == -inf).all(-1, keepdim=True)  # a bias may forbid by itself, as an additive mask
         mask = mask.masked_fill(empty, 0.0)
         if rounds:  # the weights depend on differences alone: exact where they are large
-            mask = (mask - mask.detach().amax(-1, keepdim=True)).to(call.q.dtype)
+            mask = (mask - mask.amax(-1, keepdim=True)).to(call.q.dtype)
     elif allowed is not None and call.may_be_empty():
         empty = ~allowed.any(-1, keepdim=True)
         mask = allowed | empty
