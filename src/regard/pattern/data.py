@@ -3,19 +3,21 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import Any, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from .. import compat
 from ..errors import ShapeError, SpecError
 from ..progression import Ints
 from .algebra import Pattern, register
 from .classification import BlockGrid, Classes
+
+T = TypeVar("T")
 
 
 @dataclass_transform(eq_default=False, frozen_default=True)
@@ -50,10 +52,15 @@ class documents(Data):
 
     def __post_init__(self):
         _require_whole("documents", "ids", self.ids)
+        _require_rows("documents", "ids", self.ids)
 
     @property
     def device(self):
         return self.ids.device
+
+    @property
+    def varies(self):
+        return prod(self.ids.shape[:-1]), 1
 
     def allows(self, i, j):
         ids, last = self.ids, self.ids.shape[-1] - 1
@@ -113,6 +120,10 @@ class lengths(Data):
     def device(self):
         return self.l.device
 
+    @property
+    def varies(self):
+        return len(self.l), 1
+
     def allows(self, i, j):
         if isinstance(j, int):
             return bool((j < self.l).all())
@@ -145,22 +156,21 @@ class tree(Data):
 
     def __post_init__(self):
         _require_whole("tree", "parents", self.parents)
+        _require_rows("tree", "parents", self.parents)
         _ = self.preorder  # raises an error if the parents are not a tree
 
-    @cached_property
+    @property
     def preorder(self) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
         """first and end: the descendants of a node, itself included, are those numbered first … end − 1."""
-        *batch, m = self.parents.shape
-        rows = self.parents.detach().cpu().reshape(prod(batch), m).tolist()
-        numbered = torch.tensor(
-            [_preorder(row) for row in rows], dtype=torch.long, device=self.parents.device
-        )
-        first, end = numbered.view(len(rows), 2, m).unbind(1)
-        return first.reshape(self.parents.shape), end.reshape(self.parents.shape)
+        return _kept(self, self.parents, _numbered)
 
     @property
     def device(self):
         return self.parents.device
+
+    @property
+    def varies(self):
+        return prod(self.parents.shape[:-1]), 1
 
     def allows(self, i, j):
         (first, end), last = self.preorder, self.parents.shape[-1] - 1
@@ -212,6 +222,31 @@ def _require_whole(word: str, name: str, x: Any) -> None:
         )
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise ShapeError(f"{word}: {name} of {x.dtype}; whole numbers are needed, such as {name}.long()")
+
+
+def _require_rows(word: str, name: str, x: Tensor) -> None:
+    if x.dim() not in (1, 2):
+        raise ShapeError(f"{word}: {name} of shape {tuple(x.shape)}; (m,) or (b, m) is needed")
+
+
+def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
+    """compute(data), kept until the data are changed in place; computed anew where changes are not counted."""
+    kept = getattr(word, "_kept", None)
+    if kept is not None and torch.compiler.is_compiling():  # which reads no data to compute it again
+        return kept[1]
+    written = compat.version(data)
+    if kept is None or written is None or kept[0] != written:
+        kept = written, compute(data)
+        object.__setattr__(word, "_kept", kept)
+    return kept[1]
+
+
+def _numbered(parents: Int[Tensor, "*b m"]) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
+    *batch, m = parents.shape
+    rows = parents.detach().cpu().reshape(prod(batch), m).tolist()
+    numbered = torch.tensor([_preorder(row) for row in rows], dtype=torch.long, device=parents.device)
+    first, end = numbered.view(len(rows), 2, m).unbind(1)
+    return first.reshape(parents.shape), end.reshape(parents.shape)
 
 
 def _below(node: Any, first: Any, end: Any) -> Any:
@@ -291,69 +326,79 @@ class selected(Data):
                 f"selected: indices of shape {tuple(self.indices.shape)}; (blocks, k), (b, blocks, k) or "
                 "(b, h, blocks, k) is needed"
             )
-        smallest = int(self.indices.min()) if self.indices.numel() else -1
-        if smallest < -1:
-            raise ShapeError(f"selected: there is no block {smallest}; −1 lists none")
+        _ = self.listed  # raises an error if a number is none of a block
 
-    @cached_property
-    def listed(self) -> Bool[Tensor, "*bh blocks columns"]:
-        """Whether each block of queries lists each block of keys."""
-        largest = int(self.indices.max()) if self.indices.numel() else -1
-        shape = *self.indices.shape[:-1], largest + 2  # one more column, for −1
-        table = torch.zeros(shape, dtype=torch.bool, device=self.indices.device)
-        return table.scatter_(-1, self.indices.long() % (largest + 2), True)[..., : largest + 1]
+    @property
+    def listed(self) -> Bool[Tensor, "*bh rows columns"]:
+        """Whether each block of queries lists each block of keys; the last row and column stand for all others."""
+        return _kept(self, self.indices, _listed)
 
     @property
     def device(self):
         return self.indices.device
 
+    @property
+    def varies(self):
+        b, h, *_ = *self.indices.shape[:-2], 1, 1
+        return b, h
+
     def allows(self, i, j):
-        rows, columns = self.listed.shape[-2:]
+        listed = self.listed
         if isinstance(i, int):
-            r, c = i // self.size, j // self.size
-            return 0 <= r < rows and c < columns and bool(self.listed[..., r, c].all())
-        if not rows or not columns:
-            return (i != i) & (j == j)
-        r, c = i // self.size, j // self.size
-        inside = (r >= 0) & (r < rows) & (c < columns)
-        r, c = r.clamp(0, rows - 1), c.clamp(0, columns - 1)
-        if self.listed.dim() == 2:
-            return self.listed[r, c] & inside
-        b = torch.arange(len(self.listed), device=self.listed.device)[:, None, None, None]
-        if self.listed.dim() == 3:
-            return self.listed[b, r, c] & inside
-        h = torch.arange(self.listed.shape[1], device=self.listed.device)[:, None, None]
-        return self.listed[b, h, r, c] & inside
+            r, c = _entry(listed, torch.tensor(i // self.size), torch.tensor(j // self.size))
+            return bool(listed[..., r, c].all())
+        r, c = _entry(listed, i // self.size, j // self.size)
+        if listed.dim() == 2:
+            return listed[r, c]
+        b = torch.arange(len(listed), device=listed.device)[:, None, None, None]
+        if listed.dim() == 3:
+            return listed[b, r, c]
+        h = torch.arange(listed.shape[1], device=listed.device)[:, None, None]
+        return listed[b, h, r, c]
 
     def row_mask(self, inside):
         listed, size = self.listed, self.size
-        if listed.dim() == 4:
+        if self.varies[1] > 1:
             raise ShapeError(f"{self!r} differs by head, which one mask for all heads cannot express")
-        rows, columns = listed.shape[-2:]
+        listed = listed[:, 0] if listed.dim() == 4 else listed
 
         def allows(b, i, j):
-            r, c = i // size, j // size
-            within = (r >= 0) & (r < rows) & (c < columns)
-            r, c = r.clamp(0, rows - 1), c.clamp(0, columns - 1)
-            return (listed[r, c] if listed.dim() == 2 else listed[b, r, c]) & within
+            r, c = _entry(listed, i // size, j // size)
+            return listed[r, c] if listed.dim() == 2 else listed[b, r, c]
 
         return allows
 
     def fits(self, m: int, last: int = -1) -> None:
-        rows, blocks = self.listed.shape[-2], -(-m // self.size)
+        (*_, rows, _), blocks, largest = self.indices.shape, -(-m // self.size), self.listed.shape[-1] - 2
         if last >= rows * self.size:
             raise ShapeError(
                 f"{self!r} up to query {last}: it lists {rows} blocks of {self.size} queries, and "
                 f"{last // self.size + 1} are needed"
             )
-        if self.listed.shape[-1] > blocks:
+        if largest >= blocks:
             raise ShapeError(
-                f"{self!r} over {m} keys: block {self.listed.shape[-1] - 1} is listed, and there are {blocks} blocks "
-                f"of {self.size}"
+                f"{self!r} over {m} keys: block {largest} is listed, and there are {blocks} blocks of {self.size}"
             )
 
     def __repr__(self):
         return f"selected(<{'×'.join(map(str, self.indices.shape))} indices>, size={self.size})"
+
+
+def _listed(indices: Int[Tensor, "*bh blocks k"]) -> Bool[Tensor, "*bh rows columns"]:
+    smallest, largest = (int(x) for x in indices.aminmax()) if indices.numel() else (-1, -1)
+    if smallest < -1:
+        raise ShapeError(f"selected: there is no block {smallest}; −1 lists none")
+    *batch, blocks, _ = indices.shape
+    table = torch.zeros(*batch, blocks + 1, largest + 2, dtype=torch.bool, device=indices.device)
+    table[..., :-1, :].scatter_(-1, indices.long() % (largest + 2), True)  # −1 in the last column
+    table[..., -1] = False
+    return table
+
+
+def _entry(listed: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The row and the column of a block of queries and a block of keys; the last for one that is not listed."""
+    rows, columns = listed.shape[-2] - 1, listed.shape[-1] - 1
+    return torch.where((r >= 0) & (r < rows), r, rows), c.clamp(max=columns)
 
 
 class where(Data):
