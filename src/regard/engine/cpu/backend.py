@@ -247,7 +247,8 @@ def _with_lse(f: CallFacts, name: str, seconds: float) -> Prepared:
         assert call.bias is None or isinstance(call.bias, ByDistance)
         layouts, at = _layouts(f, call.at), call.at if isinstance(call.at, Tensor) else f.offset
         terms: dict[str, Any] = {"dropout_p": call.dropout_p, "softcap": call.softcap}
-        tiles = TileAttention(layouts, f.factor, (f.pattern, at), call.lengths, **terms)
+        lengths = None if call.lengths is None else call.lengths.clone()  # the backward pass reads them again
+        tiles = TileAttention(layouts, f.factor, (f.pattern, at), lengths, **terms)
         with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
             return attend(call.q, call.k, call.v, tiles, call.bias)
 
