@@ -270,3 +270,37 @@ def as_users_run_it():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_of_lists_are_classified_without_their_pairs(seed):
+    """What is called empty or full is; for queries one after the other, all empty blocks are found."""
+    random = np.random.default_rng(seed)
+    m, size = int(random.choice([5, 128, 300, 513])), int(random.choice([1, 3, 64, 100, 128, 200]))
+    blocks = -(-m // size)
+    shape = ((blocks, 3), (2, blocks, 3), (2, 1, blocks, blocks))[seed % 3]
+    word = rg.selected(torch.from_numpy(random.integers(-1, blocks, shape)), size)
+    for start, step in ((0, 1), (-7, 1), (3, 2)):
+        positions = torch.arange(start, m, step)[None]
+        grid = BlockGrid(positions, m, step)
+        found, right = grid.classify(word), grid.enumerate(word.allows)
+        assert not (found.all & ~right.all).any() and not (found.none & ~right.none).any()
+        if (start, step) == (0, 1):
+            assert torch.equal(found.none, right.none)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        rg.documents(torch.zeros(1, 6, dtype=torch.long)),
+        rg.tree(torch.arange(6)[None] - 1),
+        rg.lengths(torch.tensor([4])),
+        rg.selected(torch.zeros(1, 3, 1, dtype=torch.long), 2),
+    ],
+    ids=repr,
+)
+def test_one_row_of_data_is_for_all_batch_rows_of_a_mask(word):
+    """A mask of FlexAttention asked for ids of batch row 2, where there is one for all."""
+    i = torch.arange(6)
+    found = word.block_mask(6).mask_mod(torch.tensor(2), torch.tensor(0), i[:, None], i)
+    assert torch.equal(found.expand(6, 6), word.allowed(6).reshape(6, 6))

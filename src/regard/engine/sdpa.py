@@ -138,9 +138,7 @@ def _masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]
 def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
     """softmax(scale · q kᵀ + bias) v over the allowed pairs."""
     call = call.hide()
-    rounds = (
-        isinstance(call.bias, ByDistance) and call.q.dtype.itemsize == 2
-    )  # 16 bits hold no large distance
+    rounds = isinstance(call.bias, ByDistance) and call.q.dtype.itemsize == 2  # which hold no large distance
     allowed, bias = call.allowed(), call.dense_bias(torch.float32 if rounds else None)
     mask, empty = allowed, None
     # What SDPA gives for a row of −∞ differs by kernel: let such a row attend to all keys, then clear it.

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -76,7 +77,7 @@ class documents(Data):
         return (ids[b, i] == ids[b, j]) & inside
 
     def row_mask(self, inside):
-        ids, last = self.ids, self.ids.shape[-1] - 1
+        ids, last = self.ids.reshape(-1) if self.varies[0] == 1 else self.ids, self.ids.shape[-1] - 1
         if inside and ids.dim() == 1:
             return lambda b, i, j: ids[i] == ids[j]
         if inside:
@@ -131,7 +132,7 @@ class lengths(Data):
 
     def row_mask(self, inside):
         l = self.l
-        return lambda b, i, j: j < l[b]
+        return (lambda b, i, j: j < l[0]) if len(l) == 1 else (lambda b, i, j: j < l[b])
 
     def classify(self, grid):
         return grid.keys_below(self.l)
@@ -188,8 +189,8 @@ class tree(Data):
 
     def row_mask(self, inside):
         (first, end), last = self.preorder, self.parents.shape[-1] - 1
-        if first.dim() == 1:
-            first, end = first[None], end[None]
+        if self.varies[0] == 1:
+            first, end = first.reshape(1, -1), end.reshape(1, -1)
             return lambda b, i, j: (
                 _below(first[0, i.clamp(0, last)], first[0, j], end[0, j]) & (i >= 0) & (i <= last)
             )
@@ -357,16 +358,38 @@ class selected(Data):
         return listed[b, h, r, c]
 
     def row_mask(self, inside):
-        listed, size = self.listed, self.size
-        if self.varies[1] > 1:
-            raise ShapeError(f"{self!r} differs by head, which one mask for all heads cannot express")
-        listed = listed[:, 0] if listed.dim() == 4 else listed
+        listed, size = self._of_all_heads(), self.size
 
         def allows(b, i, j):
             r, c = _entry(listed, i // size, j // size)
-            return listed[r, c] if listed.dim() == 2 else listed[b, r, c]
+            return listed[0, r, c] if len(listed) == 1 else listed[b, r, c]
 
         return allows
+
+    def _of_all_heads(self) -> Bool[Tensor, "#b rows columns"]:
+        if self.varies[1] > 1:
+            raise ShapeError(f"{self!r} differs by head, which one mask for all heads cannot express")
+        return self.listed.reshape(-1, *self.listed.shape[-2:])
+
+    def classify(self, grid):
+        """By the columns that are listed for some and for all blocks of queries that meet a block of the grid."""
+        if torch.compiler.is_compiling():  # which does not read positions
+            return super().classify(grid)
+        listed, size, i, j = self._of_all_heads(), self.size, grid.queries, grid.keys
+        *_, rows, columns = (x - 1 for x in listed.shape)
+        edges = torch.stack([j.first // size, j.last // size + 1])
+        lows, highs = ((x // size).flatten().tolist() for x in (i.first.amin(0), i.last.amax(0)))
+        every = listed.new_zeros(len(listed), len(lows), edges.shape[1])
+        none = torch.zeros_like(every)
+        for x, (low, high) in enumerate(zip(lows, highs)):
+            meets = listed[:, max(low, 0) : max(high + 1, 0), :columns]
+            by_some, by_all = (
+                F.pad(marked.int().cumsum(-1), (1, 0))[:, edges.clamp(max=columns)].diff(dim=1)[:, 0]
+                for marked in (meets.any(1), meets.all(1))
+            )
+            none[:, x] = by_some == 0
+            every[:, x] = (by_all == edges[1] - edges[0]) & (low >= 0 and high < rows)
+        return Classes(every, none)
 
     def fits(self, m: int, last: int = -1) -> None:
         (*_, rows, _), blocks, largest = self.indices.shape, -(-m // self.size), self.listed.shape[-1] - 2
