@@ -304,7 +304,7 @@ def simplified(
     (b, h, n, _), m = q.shape, k.shape[2]
     if at is not None and n <= m:
         at = _common_offset(at, b)
-        if not isinstance(at, Tensor) and (at == m - n or at == (m - n, 1)):
+        if not isinstance(at, Tensor) and (at if isinstance(at, tuple) else (at, 1)) == (m - n, 1):
             at = None
     if lengths is not None and b and readable(lengths):
         lengths = _shortest_form(lengths, b, m)
