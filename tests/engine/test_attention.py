@@ -784,7 +784,12 @@ REFUSED = [
     (
         ShapeError,
         {"pattern": documents(torch.zeros(3, M, dtype=torch.long))},
-        f"documents(<3×11 ids>) gives a table of (3, 1, 7, 11), {TO}",
+        "documents(<3×11 ids>) has data for 3 batch rows, and there are 2; give it for each, or for all",
+    ),
+    (
+        ShapeError,
+        {"pattern": where(lambda i, j: torch.ones(3, 1, N, M) > 0)},
+        f"where(<lambda>) gives a table of (3, 1, 7, 11), {TO}",
     ),
     (
         ShapeError,

@@ -173,3 +173,29 @@ def test_arguments_of_other_libraries_name_what_to_write():
         rg.attention(q, q, q, enable_gqa=True)
     with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'mask'$"):
         rg.attention(q, q, q, mask=None)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4)])
+def test_pairs_are_shares_of_all_batch_rows_and_heads_that_data_tell_apart(shape):
+    own = torch.arange(4)[:, None].expand(*shape, 4, 1)
+    q = torch.randn(3, 4, 64, 8)
+    found = [explain(q, q, q, rg.selected(own, 16), backend="sdpa")]
+    if len(shape) < 2:
+        chains = torch.arange(64) - 1
+        found.append(explain(q, q, q, rg.tree(chains.masked_fill(chains % 16 == 15, -1).expand(*shape, 64))))
+    tables = torch.zeros(shape).numel()
+    for each, share in zip(found, (16 * 16, 16 * 17 // 2)):
+        assert (each.rows, each.needed) == (tables, 4 * share * tables)
+        assert f"of {64 * 64 * tables:,} ({4 * share / 64**2:.2%})" in str(each)
+    assert found[0].computed == 64 * 64 * tables
+
+
+def test_words_for_other_numbers_of_batch_rows_are_named():
+    chains = torch.arange(6) - 1
+    pattern = rg.tree(chains.expand(2, 6)) & rg.documents(torch.zeros(3, 6, dtype=torch.long))
+    for call in (lambda: explain(pattern, 6), lambda: pattern.count(6), lambda: pattern.block_mask(6)):
+        with pytest.raises(ShapeError) as error:
+            call()
+        assert str(error.value) == (
+            "tree(<2×6 parents>) has data for 2 batch rows, and there are 3; give it for each, or for all"
+        )

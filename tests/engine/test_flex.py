@@ -25,6 +25,7 @@ from regard.pattern import (
     lengths,
     positions,
     prefix,
+    selected,
     sinks,
     strided,
     where,
@@ -160,6 +161,15 @@ def test_auto_takes_flex_on_cuda_for_data_and_functions_that_are_long():
     )
     explained = explain(ids, 4096, device="cuda", dtype=torch.bfloat16)
     assert (explained.backend, explained.computed) == ("flex", 8 * 512**2)
+
+
+def test_auto_takes_flex_for_lists_by_batch_row_and_a_mask_for_lists_by_head():
+    by_row = selected(torch.zeros(2, 32, 1, dtype=torch.long), 128)
+    by_head = selected(torch.zeros(2, 16, 32, 1, dtype=torch.long), 128)
+    assert choose(facts(causal() & by_row, batch=2)).backend == "flex"
+    assert choose(facts(causal() & by_row, batch=2)).computed == 2 * 4096 * 128
+    assert choose(facts(causal() & by_head, batch=2)).backend == "sdpa"
+    assert TABLE["flex"].refuses(facts(by_head, batch=2)) == "the data of the pattern differ by head"
 
 
 def test_a_mask_is_created_anew_when_its_data_have_changed():

@@ -70,6 +70,16 @@ def test_lengths_a_padding_mask_and_a_pattern_of_lengths_say_the_same():
     assert (expected[3] == 0).all()  # a sequence of length 0 has no allowed key
 
 
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "tiles"])
+def test_lengths_changed_before_the_backward_pass_change_no_gradient(backend):
+    q, k, v = (x.requires_grad_() for x in qkv())
+    used = LENGTHS.clone()
+    o = attention(q, k, v, window(2), lengths=used, backend=backend)
+    expected = torch.autograd.grad(o.square().sum(), (q, k, v), retain_graph=True)
+    used.fill_(N)  # the buffer holds the next batch
+    assert_close(torch.autograd.grad(o.square().sum(), (q, k, v)), expected, rtol=0, atol=0)
+
+
 @pytest.mark.ledger("S3.Q2b.0")
 @pytest.mark.parametrize("pattern", [full(), causal(), window(1)], ids=repr)
 def test_a_loss_on_real_positions_sends_no_gradient_to_padding(pattern):

@@ -115,6 +115,16 @@ def test_a_query_offset_is_a_whole_number():
         rg.attention(X, X, X, rg.causal(), at=1.5)
 
 
+@pytest.mark.parametrize("at", [0, 2, -1, 3])
+@pytest.mark.parametrize("backend", ["auto", "tiles", "reference"])
+def test_a_query_offset_may_be_an_integer_of_numpy(at, backend):
+    q, pattern = X[:, :, :3], rg.causal() & rg.window(2)
+    expected = rg.attention(q, X, X, pattern, at=at, backend=backend)
+    for given in (np.int64(at), np.int32(at), (np.int64(at), 1)):
+        assert torch.equal(rg.attention(q, X, X, pattern, at=given, backend=backend), expected)
+        assert rg.explain(q, X, X, pattern, at=given).backend == rg.explain(q, X, X, pattern, at=at).backend
+
+
 @pytest.mark.parametrize("scale", ["0.5", [0.5], {}, torch.tensor([0.5, 0.5]), True], ids=str)
 def test_a_scale_is_a_number(scale):
     rg.attention(X, X, X, scale=1)  # True is not read as the 1 of a call before

@@ -376,6 +376,26 @@ def test_a_call_with_a_context_is_cross_attention(same_length):
         torch.testing.assert_close(multihead(x, x, x)[0], masked, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_views_that_are_written_twice_are_one_tensor(mode):
+    """Cross-attention is not taken for self-attention, nor the other way around."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2)  # (n, b, d)
+    with mode():
+        x, memory = torch.randn(2, 7, 8), torch.randn(2, 7, 8)
+        keys = x.transpose(0, 1)
+
+        def cross():
+            return attention(x.transpose(0, 1), memory.transpose(0, 1), memory.transpose(0, 1))[0]
+
+        before, hidden = cross(), ~rg.window(1).allowed(7)
+        masked = attention(keys, keys, keys, attn_mask=hidden)[0]
+        with rg.use(attention, rg.window(1)):
+            assert torch.equal(cross(), before)
+            found = attention(x.transpose(0, 1), keys, keys)[0]
+        torch.testing.assert_close(found, masked, rtol=1e-5, atol=1e-6)
+
+
 def test_handles_are_removed_in_any_order(llama):
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), 2).eval()

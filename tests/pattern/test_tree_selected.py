@@ -121,6 +121,71 @@ def test_queries_beyond_the_listed_blocks_are_refused(at, last):
         assert str(error.value) == text
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "reference", "tiles"])
+def test_data_changed_in_place_are_read_again(backend, inference):
+    """A buffer that holds another tree, or other blocks, at each step; in inference mode changes are not counted."""
+    with torch.inference_mode(inference):
+        x = torch.randn(1, 2, 128, 8, generator=torch.Generator().manual_seed(0))
+        chain, halves = torch.arange(128) - 1, torch.arange(128) - 1
+        halves[64] = -1
+        own, first = torch.arange(8)[:, None], torch.zeros(8, 1, dtype=torch.long)
+        for word, old, new in (
+            (rg.tree, chain, halves),
+            (lambda indices: rg.selected(indices, 16), own, first),
+        ):
+            buffer = old.clone()
+            pattern, expected = word(buffer), word(new)
+            assert not torch.equal(pattern.allowed(128), expected.allowed(128))
+            rg.attention(x, x, x, pattern, backend=backend)
+            buffer.copy_(new)
+            assert torch.equal(pattern.allowed(128), expected.allowed(128))
+            assert pattern.count(128) == expected.count(128)
+            found = rg.attention(x, x, x, pattern, backend=backend)
+            assert_close(found, rg.attention(x, x, x, expected.allowed(128), backend="reference"))
+
+
+def test_a_change_to_what_is_no_tree_or_list_is_named():
+    parents, indices = torch.arange(6) - 1, torch.zeros(3, 1, dtype=torch.long)
+    words = rg.tree(parents), rg.selected(indices, 2)
+    parents[2], indices[1] = 5, -2
+    for word, text in zip(words, ("tree: position 2 is a child of 5", "selected: there is no block -2")):
+        with pytest.raises(ShapeError, match=text):
+            word.allowed(6)
+
+
+@pytest.mark.parametrize("listed", [(3, 0), (2, 3, 0), (2, 2, 3, 0), (3, 1), (2, 3, 1), (2, 2, 3, 1)])
+def test_blocks_of_queries_may_list_nothing(listed):
+    pattern = rg.selected(torch.full(listed, -1), size=2)
+    tables = torch.zeros(listed[:-2]).numel()
+    assert pattern.count(6) == 0 and not pattern.allowed(6).any() and not pattern.allows(1, 1)
+    assert (~pattern).count(6) == (rg.window(2) | ~pattern).count(6) == 36 * tables
+    if len(listed) < 4:
+        mask = (rg.causal() & ~pattern).block_mask(6)
+        b, i = torch.tensor(0), torch.arange(6)
+        assert torch.equal(mask.mask_mod(b, b, i[:, None], i), i[:, None] >= i)
+
+
+@pytest.mark.parametrize("heads", [None, 1])
+def test_lists_of_each_batch_row_have_a_block_mask(heads):
+    lists = torch.tensor([[[0], [2], [1]], [[-1], [0], [2]]])
+    pattern = rg.selected(lists if heads is None else lists[:, None], size=128)
+    mask = (pattern & rg.causal()).block_mask(3 * 128)
+    expected = [[[1, 0, 0], [0, 0, 0], [0, 1, 0]], [[0, 0, 0], [1, 0, 0], [0, 0, 1]]]
+    assert mask.to_dense()[:, 0].tolist() == expected
+    b, i = torch.arange(2)[:, None, None], torch.arange(3 * 128)
+    found = mask.mask_mod(b, torch.tensor(0), i[:, None], i)
+    assert torch.equal(found, (pattern & rg.causal()).allowed(3 * 128)[:, 0])
+
+
+def test_lists_of_each_head_have_no_common_block_mask():
+    with pytest.raises(ShapeError) as error:
+        rg.selected(torch.zeros(1, 2, 3, 1, dtype=torch.long), size=2).block_mask(6)
+    assert str(error.value) == (
+        "selected(<1×2×3×1 indices>, size=2) differs by head, which one mask for all heads cannot express"
+    )
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda: rg.tree(random_tree(48, 3)), lambda: rg.selected(torch.tensor([[0, -1], [0, 1], [1, 2]]), 16)],
@@ -164,6 +229,14 @@ def test_they_run_with_causal_and_with_gradients(make):
             "tree: parents of torch.float32; whole numbers are needed, such as parents.long()",
         ),
         (
+            lambda: rg.tree(torch.full((1, 2, 3), -1)),
+            "tree: parents of shape (1, 2, 3); (m,) or (b, m) is needed",
+        ),
+        (
+            lambda: rg.documents(torch.tensor(0)),
+            "documents: ids of shape (); (m,) or (b, m) is needed",
+        ),
+        (
             lambda: rg.tree([-1, 0]),
             "tree: parents is of type list, not a tensor; use torch.as_tensor(parents)",
         ),
@@ -197,3 +270,37 @@ def as_users_run_it():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_of_lists_are_classified_without_their_pairs(seed):
+    """What is called empty or full is; for queries one after the other, all empty blocks are found."""
+    random = np.random.default_rng(seed)
+    m, size = int(random.choice([5, 128, 300, 513])), int(random.choice([1, 3, 64, 100, 128, 200]))
+    blocks = -(-m // size)
+    shape = ((blocks, 3), (2, blocks, 3), (2, 1, blocks, blocks))[seed % 3]
+    word = rg.selected(torch.from_numpy(random.integers(-1, blocks, shape)), size)
+    for start, step in ((0, 1), (-7, 1), (3, 2)):
+        positions = torch.arange(start, m, step)[None]
+        grid = BlockGrid(positions, m, step)
+        found, right = grid.classify(word), grid.enumerate(word.allows)
+        assert not (found.all & ~right.all).any() and not (found.none & ~right.none).any()
+        if (start, step) == (0, 1):
+            assert torch.equal(found.none, right.none)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        rg.documents(torch.zeros(1, 6, dtype=torch.long)),
+        rg.tree(torch.arange(6)[None] - 1),
+        rg.lengths(torch.tensor([4])),
+        rg.selected(torch.zeros(1, 3, 1, dtype=torch.long), 2),
+    ],
+    ids=repr,
+)
+def test_one_row_of_data_is_for_all_batch_rows_of_a_mask(word):
+    """A mask of FlexAttention asked for ids of batch row 2, where there is one for all."""
+    i = torch.arange(6)
+    found = word.block_mask(6).mask_mod(torch.tensor(2), torch.tensor(0), i[:, None], i)
+    assert torch.equal(found.expand(6, 6), word.allowed(6).reshape(6, 6))

@@ -304,7 +304,7 @@ def simplified(
     (b, h, n, _), m = q.shape, k.shape[2]
     if at is not None and n <= m:
         at = _common_offset(at, b)
-        if not isinstance(at, Tensor) and (at == m - n or at == (m - n, 1)):
+        if not isinstance(at, Tensor) and (at if isinstance(at, tuple) else (at, 1)) == (m - n, 1):
             at = None
     if lengths is not None and b and readable(lengths):
         lengths = _shortest_form(lengths, b, m)
@@ -426,7 +426,7 @@ def _check_extras(call: Call) -> None:
     elif tuple(call.at.shape) != (b,):
         raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
     if call.pattern.has_data:
-        call.pattern.check_data(m, n, call.at)
+        call.pattern.check_data(m, n, call.at, (b, q.shape[1]))
     for name, x in (("pattern", call.table), ("bias", call.bias if isinstance(call.bias, Tensor) else None)):
         if x is not None and not broadcasts(x.shape, (b, q.shape[1], n, m)):
             raise ShapeError(

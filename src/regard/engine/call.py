@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from math import inf, isinf
+from math import inf, isinf, prod
 from operator import and_
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import BackendError, ShapeError
-from ..pattern import At, Pattern, causal, documents, full, positions, query_offset
-from ..pattern import lengths as pattern_lengths
+from ..pattern import At, Pattern, causal, full, positions, query_offset
 from ..position import ByDistance
 from ..reference import Ties, default_scale
 
@@ -249,11 +248,8 @@ class CallFacts:
 
     @property
     def data_rows(self) -> int:
-        """The batch rows in which the pattern's data may differ; its pairs are counted over all of them."""
-        leaves = list(self.pattern.leaves())
-        rows = [len(leaf.ids) for leaf in leaves if isinstance(leaf, documents) and leaf.ids.dim() > 1]
-        rows += [len(leaf.l) for leaf in leaves if isinstance(leaf, pattern_lengths)]
-        return max(rows, default=1)
+        """The batch rows and heads in which the pattern's data may differ: its pairs are counted over all of them."""
+        return prod(self.pattern.data_shape)
 
     def like(self) -> tuple[Tensor, Tensor, Tensor]:
         """Meta tensors with the shapes of q, k and v."""

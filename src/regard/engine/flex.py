@@ -44,6 +44,7 @@ class Flex:
             (f.dropout_p > 0, "it has no dropout"),
             (f.table, "a bool tensor is n × m already"),
             (f.n == 0 or f.m == 0, "there are no pairs"),
+            (f.pattern.data_shape[1] > 1, "the data of the pattern differ by head"),
             (not on_cpu and f.device_type != "cuda",
              f"FlexAttention runs on CUDA and on the CPU, not on {f.device_type}"),
             (f.dtype == torch.float64, "FlexAttention takes float32, float16 or bfloat16, not float64"),

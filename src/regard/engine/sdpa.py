@@ -138,9 +138,7 @@ def _masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]
 def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
     """softmax(scale · q kᵀ + bias) v over the allowed pairs."""
     call = call.hide()
-    rounds = (
-        isinstance(call.bias, ByDistance) and call.q.dtype.itemsize == 2
-    )  # 16 bits hold no large distance
+    rounds = isinstance(call.bias, ByDistance) and call.q.dtype.itemsize == 2  # which hold no large distance
     allowed, bias = call.allowed(), call.dense_bias(torch.float32 if rounds else None)
     mask, empty = allowed, None
     # What SDPA gives for a row of −∞ differs by kernel: let such a row attend to all keys, then clear it.
@@ -149,7 +147,7 @@ def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
         empty = (mask == -inf).all(-1, keepdim=True)  # a bias may forbid by itself, as an additive mask
         mask = mask.masked_fill(empty, 0.0)
         if rounds:  # the weights depend on differences alone: exact where they are large
-            mask = (mask - mask.detach().amax(-1, keepdim=True)).to(call.q.dtype)
+            mask = (mask - mask.amax(-1, keepdim=True)).to(call.q.dtype)
     elif allowed is not None and call.may_be_empty():
         empty = ~allowed.any(-1, keepdim=True)
         mask = allowed | empty

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import compat
 from ..errors import SpecError, nearest
 from ..pattern import Pattern, causal, neighborhood, per_head
 from .patterned import Intercepted, Patterns, check_multihead, multihead
@@ -271,10 +273,22 @@ def _is_cross(module: nn.Module, contexts: Sequence[bool], args: tuple, kwargs: 
     if isinstance(module, nn.MultiheadAttention):
         query, key, value = [*args, *(kwargs[x] for x in ("query", "key", "value") if x in kwargs)][:3]
         axis = 1 if module.batch_first and query.dim() == 3 else 0
-        return query is not key and (key is value or query.shape[axis] != key.shape[axis])
+        return not _same(query, key) and (_same(key, value) or query.shape[axis] != key.shape[axis])
     given = [*zip(contexts, args), *((_is_context(name), x) for name, x in kwargs.items())]
     tensors = [(context, x) for context, x in given if isinstance(x, Tensor)]
-    return any(context and x is not tensors[0][1] for context, x in tensors)
+    return any(context and not _same(x, tensors[0][1]) for context, x in tensors)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether these are one tensor, or equal views of one: x.transpose(0, 1) written twice."""
+    if x is y or torch.compiler.is_compiling():
+        return x is y
+    if x.storage_offset() != y.storage_offset() or x.shape != y.shape or x.stride() != y.stride():
+        return False
+    if x.is_inference():  # there views do not know their base
+        return x.data_ptr() == y.data_ptr() != 0
+    base = compat.view_base(x)
+    return base is not None and base is compat.view_base(y)
 
 
 def _is_context(argument: str) -> bool:

@@ -63,8 +63,21 @@ class Pattern:
     def fits(self, m: int, last: int = -1) -> None:
         """Raise a ShapeError if the data of this word cannot be read for m keys and queries up to position `last`."""
 
-    def check_data(self, m: int, n: int = 0, at: "At | Tensor" = None) -> None:
-        """The same for all words and n queries. Offsets per batch row are read on the CPU only."""
+    @property
+    def varies(self) -> tuple[int, int]:
+        """The batch rows and heads for which a word has data of their own; 1: the same for all."""
+        return 1, 1
+
+    @property
+    def data_shape(self) -> tuple[int, int]:
+        """The same of all words together."""
+        rows, heads = zip(*(leaf.varies for leaf in self.leaves()))
+        return max(rows), max(heads)
+
+    def check_data(
+        self, m: int, n: int = 0, at: "At | Tensor" = None, shape: tuple[int, int] | None = None
+    ) -> None:
+        """The same for all words, n queries, and batch rows and heads. Offsets per row are read on the CPU only."""
         last = -1
         if n and not isinstance(at, Tensor):
             start, step = query_offset(self, n, m, at)
@@ -73,6 +86,11 @@ class Pattern:
             last = int(at.max()) + n - 1
         for leaf in self.leaves():
             leaf.fits(m, last)
+            for own, there, axis in zip(leaf.varies, shape or self.data_shape, ("batch rows", "heads")):
+                if own not in (1, there):
+                    raise ShapeError(
+                        f"{leaf!r} has data for {own} {axis}, and there are {there}; give it for each, or for all"
+                    )
 
     def terms(self) -> Terms:
         """The indicator as a polynomial in those of relations."""

@@ -68,12 +68,13 @@ def from_grid(
 
     i: positions of the queries. at: start and step of them; None: one offset per batch row.
     """
+    n = i.shape[-1]
+    mask_mod = _mask_mod(pattern, n, m, at, i, lengths)  # raises an error if the pattern differs by head
     grid = BlockGrid(i, m, 1 if at is None else at[1])
     blocks = grid.classify(pattern)
     if lengths is not None:
         blocks = both(blocks, grid.keys_below(lengths))
-    n = i.shape[-1]
-    return of_blocks(blocks, _mask_mod(pattern, n, m, at, i, lengths), n, m)
+    return of_blocks(blocks, mask_mod, n, m)
 
 
 def of_blocks(blocks: Classes, mask_mod: Callable[..., Tensor], n: int, m: int) -> "BlockMask":

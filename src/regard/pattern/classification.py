@@ -209,14 +209,16 @@ class BlockGrid:
         return Classes(low[..., None] > 0, high[..., None] == 0)
 
     def enumerate(self, allows: Callable[[Any, Any], Any]) -> Classes:
-        """Any pattern without a batch, pair by pair, a chunk of rows at a time."""
+        """Any pattern that is the same for all heads, pair by pair, a chunk of rows at a time."""
         j = torch.arange(self.m, device=self.positions.device)
         missing = -self.m % BLOCK
         step = max(CHUNK_PAIRS // (self.m + missing) // BLOCK, 1) * BLOCK
         every: list[Tensor] = []
         none: list[Tensor] = []
         for i in self.positions.split(step, dim=1):
-            table = torch.broadcast_to(torch.as_tensor(allows(i[..., None], j)), (*i.shape, self.m))
+            table = torch.as_tensor(allows(i[:, None, :, None], j))
+            shape = torch.broadcast_shapes(table.shape, (len(i), 1, i.shape[1], self.m))
+            table = table.broadcast_to(shape)[:, 0]
             for into, fill in ((every, True), (none, False)):
                 padded = F.pad(table, (0, missing, 0, -i.shape[-1] % BLOCK), value=fill)
                 cells = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))

@@ -3,19 +3,22 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import Any, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from .. import compat
 from ..errors import ShapeError, SpecError
 from ..progression import Ints
 from .algebra import Pattern, register
 from .classification import BlockGrid, Classes
+
+T = TypeVar("T")
 
 
 @dataclass_transform(eq_default=False, frozen_default=True)
@@ -50,10 +53,15 @@ class documents(Data):
 
     def __post_init__(self):
         _require_whole("documents", "ids", self.ids)
+        _require_rows("documents", "ids", self.ids)
 
     @property
     def device(self):
         return self.ids.device
+
+    @property
+    def varies(self):
+        return prod(self.ids.shape[:-1]), 1
 
     def allows(self, i, j):
         ids, last = self.ids, self.ids.shape[-1] - 1
@@ -69,7 +77,7 @@ class documents(Data):
         return (ids[b, i] == ids[b, j]) & inside
 
     def row_mask(self, inside):
-        ids, last = self.ids, self.ids.shape[-1] - 1
+        ids, last = self.ids.reshape(-1) if self.varies[0] == 1 else self.ids, self.ids.shape[-1] - 1
         if inside and ids.dim() == 1:
             return lambda b, i, j: ids[i] == ids[j]
         if inside:
@@ -113,6 +121,10 @@ class lengths(Data):
     def device(self):
         return self.l.device
 
+    @property
+    def varies(self):
+        return len(self.l), 1
+
     def allows(self, i, j):
         if isinstance(j, int):
             return bool((j < self.l).all())
@@ -120,7 +132,7 @@ class lengths(Data):
 
     def row_mask(self, inside):
         l = self.l
-        return lambda b, i, j: j < l[b]
+        return (lambda b, i, j: j < l[0]) if len(l) == 1 else (lambda b, i, j: j < l[b])
 
     def classify(self, grid):
         return grid.keys_below(self.l)
@@ -145,22 +157,21 @@ class tree(Data):
 
     def __post_init__(self):
         _require_whole("tree", "parents", self.parents)
+        _require_rows("tree", "parents", self.parents)
         _ = self.preorder  # raises an error if the parents are not a tree
 
-    @cached_property
+    @property
     def preorder(self) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
         """first and end: the descendants of a node, itself included, are those numbered first … end − 1."""
-        *batch, m = self.parents.shape
-        rows = self.parents.detach().cpu().reshape(prod(batch), m).tolist()
-        numbered = torch.tensor(
-            [_preorder(row) for row in rows], dtype=torch.long, device=self.parents.device
-        )
-        first, end = numbered.view(len(rows), 2, m).unbind(1)
-        return first.reshape(self.parents.shape), end.reshape(self.parents.shape)
+        return _kept(self, self.parents, _numbered)
 
     @property
     def device(self):
         return self.parents.device
+
+    @property
+    def varies(self):
+        return prod(self.parents.shape[:-1]), 1
 
     def allows(self, i, j):
         (first, end), last = self.preorder, self.parents.shape[-1] - 1
@@ -178,8 +189,8 @@ class tree(Data):
 
     def row_mask(self, inside):
         (first, end), last = self.preorder, self.parents.shape[-1] - 1
-        if first.dim() == 1:
-            first, end = first[None], end[None]
+        if self.varies[0] == 1:
+            first, end = first.reshape(1, -1), end.reshape(1, -1)
             return lambda b, i, j: (
                 _below(first[0, i.clamp(0, last)], first[0, j], end[0, j]) & (i >= 0) & (i <= last)
             )
@@ -212,6 +223,31 @@ def _require_whole(word: str, name: str, x: Any) -> None:
         )
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise ShapeError(f"{word}: {name} of {x.dtype}; whole numbers are needed, such as {name}.long()")
+
+
+def _require_rows(word: str, name: str, x: Tensor) -> None:
+    if x.dim() not in (1, 2):
+        raise ShapeError(f"{word}: {name} of shape {tuple(x.shape)}; (m,) or (b, m) is needed")
+
+
+def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
+    """compute(data), kept until the data are changed in place; computed anew where changes are not counted."""
+    kept = getattr(word, "_kept", None)
+    if kept is not None and torch.compiler.is_compiling():  # which reads no data to compute it again
+        return kept[1]
+    written = compat.version(data)
+    if kept is None or written is None or kept[0] != written:
+        kept = written, compute(data)
+        object.__setattr__(word, "_kept", kept)
+    return kept[1]
+
+
+def _numbered(parents: Int[Tensor, "*b m"]) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
+    *batch, m = parents.shape
+    rows = parents.detach().cpu().reshape(prod(batch), m).tolist()
+    numbered = torch.tensor([_preorder(row) for row in rows], dtype=torch.long, device=parents.device)
+    first, end = numbered.view(len(rows), 2, m).unbind(1)
+    return first.reshape(parents.shape), end.reshape(parents.shape)
 
 
 def _below(node: Any, first: Any, end: Any) -> Any:
@@ -291,69 +327,101 @@ class selected(Data):
                 f"selected: indices of shape {tuple(self.indices.shape)}; (blocks, k), (b, blocks, k) or "
                 "(b, h, blocks, k) is needed"
             )
-        smallest = int(self.indices.min()) if self.indices.numel() else -1
-        if smallest < -1:
-            raise ShapeError(f"selected: there is no block {smallest}; −1 lists none")
+        _ = self.listed  # raises an error if a number is none of a block
 
-    @cached_property
-    def listed(self) -> Bool[Tensor, "*bh blocks columns"]:
-        """Whether each block of queries lists each block of keys."""
-        largest = int(self.indices.max()) if self.indices.numel() else -1
-        shape = *self.indices.shape[:-1], largest + 2  # one more column, for −1
-        table = torch.zeros(shape, dtype=torch.bool, device=self.indices.device)
-        return table.scatter_(-1, self.indices.long() % (largest + 2), True)[..., : largest + 1]
+    @property
+    def listed(self) -> Bool[Tensor, "*bh rows columns"]:
+        """Whether each block of queries lists each block of keys; the last row and column stand for all others."""
+        return _kept(self, self.indices, _listed)
 
     @property
     def device(self):
         return self.indices.device
 
+    @property
+    def varies(self):
+        b, h, *_ = *self.indices.shape[:-2], 1, 1
+        return b, h
+
     def allows(self, i, j):
-        rows, columns = self.listed.shape[-2:]
+        listed = self.listed
         if isinstance(i, int):
-            r, c = i // self.size, j // self.size
-            return 0 <= r < rows and c < columns and bool(self.listed[..., r, c].all())
-        if not rows or not columns:
-            return (i != i) & (j == j)
-        r, c = i // self.size, j // self.size
-        inside = (r >= 0) & (r < rows) & (c < columns)
-        r, c = r.clamp(0, rows - 1), c.clamp(0, columns - 1)
-        if self.listed.dim() == 2:
-            return self.listed[r, c] & inside
-        b = torch.arange(len(self.listed), device=self.listed.device)[:, None, None, None]
-        if self.listed.dim() == 3:
-            return self.listed[b, r, c] & inside
-        h = torch.arange(self.listed.shape[1], device=self.listed.device)[:, None, None]
-        return self.listed[b, h, r, c] & inside
+            r, c = _entry(listed, torch.tensor(i // self.size), torch.tensor(j // self.size))
+            return bool(listed[..., r, c].all())
+        r, c = _entry(listed, i // self.size, j // self.size)
+        if listed.dim() == 2:
+            return listed[r, c]
+        b = torch.arange(len(listed), device=listed.device)[:, None, None, None]
+        if listed.dim() == 3:
+            return listed[b, r, c]
+        h = torch.arange(listed.shape[1], device=listed.device)[:, None, None]
+        return listed[b, h, r, c]
 
     def row_mask(self, inside):
-        listed, size = self.listed, self.size
-        if listed.dim() == 4:
-            raise ShapeError(f"{self!r} differs by head, which one mask for all heads cannot express")
-        rows, columns = listed.shape[-2:]
+        listed, size = self._of_all_heads(), self.size
 
         def allows(b, i, j):
-            r, c = i // size, j // size
-            within = (r >= 0) & (r < rows) & (c < columns)
-            r, c = r.clamp(0, rows - 1), c.clamp(0, columns - 1)
-            return (listed[r, c] if listed.dim() == 2 else listed[b, r, c]) & within
+            r, c = _entry(listed, i // size, j // size)
+            return listed[0, r, c] if len(listed) == 1 else listed[b, r, c]
 
         return allows
 
+    def _of_all_heads(self) -> Bool[Tensor, "#b rows columns"]:
+        if self.varies[1] > 1:
+            raise ShapeError(f"{self!r} differs by head, which one mask for all heads cannot express")
+        return self.listed.reshape(-1, *self.listed.shape[-2:])
+
+    def classify(self, grid):
+        """By the columns that are listed for some and for all blocks of queries that meet a block of the grid."""
+        if torch.compiler.is_compiling():  # which does not read positions
+            return super().classify(grid)
+        listed, size, i, j = self._of_all_heads(), self.size, grid.queries, grid.keys
+        *_, rows, columns = (x - 1 for x in listed.shape)
+        edges = torch.stack([j.first // size, j.last // size + 1])
+        lows, highs = ((x // size).flatten().tolist() for x in (i.first.amin(0), i.last.amax(0)))
+        every = listed.new_zeros(len(listed), len(lows), edges.shape[1])
+        none = torch.zeros_like(every)
+        for x, (low, high) in enumerate(zip(lows, highs)):
+            meets = listed[:, max(low, 0) : max(high + 1, 0), :columns]
+            by_some, by_all = (
+                F.pad(marked.int().cumsum(-1), (1, 0))[:, edges.clamp(max=columns)].diff(dim=1)[:, 0]
+                for marked in (meets.any(1), meets.all(1))
+            )
+            none[:, x] = by_some == 0
+            every[:, x] = (by_all == edges[1] - edges[0]) & (low >= 0 and high < rows)
+        return Classes(every, none)
+
     def fits(self, m: int, last: int = -1) -> None:
-        rows, blocks = self.listed.shape[-2], -(-m // self.size)
+        (*_, rows, _), blocks, largest = self.indices.shape, -(-m // self.size), self.listed.shape[-1] - 2
         if last >= rows * self.size:
             raise ShapeError(
                 f"{self!r} up to query {last}: it lists {rows} blocks of {self.size} queries, and "
                 f"{last // self.size + 1} are needed"
             )
-        if self.listed.shape[-1] > blocks:
+        if largest >= blocks:
             raise ShapeError(
-                f"{self!r} over {m} keys: block {self.listed.shape[-1] - 1} is listed, and there are {blocks} blocks "
-                f"of {self.size}"
+                f"{self!r} over {m} keys: block {largest} is listed, and there are {blocks} blocks of {self.size}"
             )
 
     def __repr__(self):
         return f"selected(<{'×'.join(map(str, self.indices.shape))} indices>, size={self.size})"
+
+
+def _listed(indices: Int[Tensor, "*bh blocks k"]) -> Bool[Tensor, "*bh rows columns"]:
+    smallest, largest = (int(x) for x in indices.aminmax()) if indices.numel() else (-1, -1)
+    if smallest < -1:
+        raise ShapeError(f"selected: there is no block {smallest}; −1 lists none")
+    *batch, blocks, _ = indices.shape
+    table = torch.zeros(*batch, blocks + 1, largest + 2, dtype=torch.bool, device=indices.device)
+    table[..., :-1, :].scatter_(-1, indices.long() % (largest + 2), True)  # −1 in the last column
+    table[..., -1] = False
+    return table
+
+
+def _entry(listed: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The row and the column of a block of queries and a block of keys; the last for one that is not listed."""
+    rows, columns = listed.shape[-2] - 1, listed.shape[-1] - 1
+    return torch.where((r >= 0) & (r < rows), r, rows), c.clamp(max=columns)
 
 
 class where(Data):

@@ -298,3 +298,21 @@ def test_the_gradient_of_a_table_of_16_bits_is_summed_in_float32(backend):
         o = attention(*(x.to(kind) for x in (q, k, v)), bias=ByDistance(given), backend=name)
         grads.append(torch.autograd.grad(o, given, do.to(kind))[0].double())
     assert (grads[1] - grads[0]).abs().max() < 0.02 * grads[0].abs().max()
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference", "tiles"])
+def test_the_gradient_of_slopes_of_16_bits_does_not_depend_on_how_far_all_keys_are(backend):
+    """One query far from most keys: of distances up to 1,022, the weights depend on differences alone."""
+    m = 1023
+    q, k, v, do = (
+        torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n + s)).bfloat16()
+        for s, n in enumerate((1, m, m, 1))
+    )
+    grads = []
+    for kind in (torch.float64, torch.bfloat16):
+        slopes = torch.tensor([0.01, 0.5], dtype=torch.bfloat16).to(kind).requires_grad_()
+        name, lengths = "reference" if kind == torch.float64 else backend, torch.tensor([m // 2])
+        more = {"bias": ByDistance(slopes=slopes), "lengths": lengths, "backend": name}
+        o = attention(*(x.to(kind) for x in (q, k, v)), **more)
+        grads.append(torch.autograd.grad(o, slopes, do.to(kind))[0].double())
+    assert (grads[1] - grads[0]).abs().max() < 0.02 * grads[0].abs().max()

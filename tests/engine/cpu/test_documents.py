@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from regard.engine.attention import attention
 from regard.engine.cpu import documents as packed
 from regard.engine.explain import explain
-from regard.errors import BackendError
+from regard.errors import BackendError, ShapeError
 from regard.pattern import causal, data, dilated, documents, every, full, strided, tree, where, window
 
 B, H, H_KV, D_K, D_V = 2, 4, 2, 5, 3
@@ -214,6 +214,21 @@ def test_ids_changed_in_place_are_read_again():
     after = attention(*inputs, pattern, backend="tiles")
     assert not torch.equal(before, after)
     assert torch.allclose(after, attention(*inputs, pattern, backend="reference"), atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "tiles"])
+@pytest.mark.parametrize("rows", [B + 1, 2 * B])
+def test_data_of_another_number_of_batch_rows_are_refused(rows, backend):
+    """Rows without ids were not written at all; ids without a row were ignored."""
+    ids, parents = ids_of(40, 40).expand(rows, -1), (torch.arange(80) - 1).expand(rows, -1)
+    few, many = qkv(80, 80), [torch.cat([x] * rows) for x in qkv(80, 80)]
+    for word in (documents(ids), tree(parents)):
+        for b, inputs in ((B, few), (B * rows, many)):
+            with pytest.raises(ShapeError) as error:
+                attention(*inputs, causal() & word, backend=backend)
+            assert str(error.value) == (
+                f"{word!r} has data for {rows} batch rows, and there are {b}; give it for each, or for all"
+            )
 
 
 def test_equal_ids_share_a_layout_and_few_layouts_are_cached():

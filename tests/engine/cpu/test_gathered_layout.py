@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+import regard as rg
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED, choose
 from regard.engine.call import CallFacts
@@ -229,3 +230,27 @@ def test_tables_are_on_the_cpu_whatever_the_default_device():
     with torch.device("meta"):
         o = attention(*inputs, dilated(3, 2))
     assert o.device.type == "cpu" and torch.equal(o, attention(*inputs, dilated(3, 2)))
+
+
+def test_long_grids_and_lists_need_no_table_of_all_pairs(monkeypatch):
+    """Only pairs of blocks that may hold some are evaluated; beyond 2²⁸ pairs, every call made a table of all."""
+    (height, width), largest = (128, 129), 0
+    n = height * width
+    chosen = torch.randint(0, n // 64, (1, n // 64, 3), generator=torch.Generator().manual_seed(0))
+    for word in (rg.neighborhood, rg.selected):
+        allows = word.allows
+
+        def seen(self, i, j, allows=allows):
+            nonlocal largest
+            table = allows(self, i, j)
+            largest = max(largest, table.numel())
+            return table
+
+        monkeypatch.setattr(word, "allows", seen)
+    q, k, v = (torch.randn(1, 1, n, 4, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    for pattern in (rg.neighborhood((height, width), 5), rg.causal() & rg.selected(chosen, 64)):
+        o, few = rg.attention(q, k, v, pattern), torch.tensor([0, 5, 4095, 16_383, n - 1])
+        assert 0 < largest < n * n / 100
+        table = torch.stack([pattern.allowed(1, n, at=int(i)).reshape(n) for i in few])
+        expected = rg.attention(q[:, :, few], k, v, table, backend="reference")
+        torch.testing.assert_close(o[:, :, few], expected, rtol=1e-4, atol=1e-5)

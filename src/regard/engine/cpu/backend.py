@@ -112,7 +112,7 @@ def _no_documents(f: CallFacts) -> str | None:
     if split is None:
         return (
             f"{f.pattern!r} is decided by data or a grid: its keys are gathered from {gathered_layout.DATA_ROWS} "
-            f"queries on, where tiles need at most half of all pairs, and nothing but the pattern changes the scores"
+            "queries on, if all batch rows and heads have the same, few pairs are needed, and no other term is added"
         )
     if f.n == 0 or f.m == 0:
         return "there are no pairs"
@@ -148,14 +148,11 @@ def _listed(f: CallFacts) -> Prepared | None:
 
     `where(fn)` is left out: the function may give something else at the next call.
     """
-    if any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
+    if any(isinstance(leaf, where) for leaf in f.pattern.leaves()) or f.n < gathered_layout.DATA_ROWS:
         return None
-    split = documents.parts(f.pattern)
-    if not _plain(replace(f, pattern=full())) or (split is not None and not isinstance(split[0], tree)):
-        return None
-    if f.n < gathered_layout.DATA_ROWS or f.n * f.m > gathered_layout.MAX_DATA_PAIRS:
-        return None
-    if f.pattern.device is not None and f.pattern.device.type != "cpu":
+    split, device = documents.parts(f.pattern), f.pattern.device or torch.device("cpu")
+    packed = split is not None and not isinstance(split[0], tree)
+    if packed or not _plain(replace(f, pattern=full())) or device.type != "cpu":
         return None
     f.pattern.check_data(f.m)
     tiles = gathered_layout.gathered_by_rows(f.place)
@@ -247,7 +244,8 @@ def _with_lse(f: CallFacts, name: str, seconds: float) -> Prepared:
         assert call.bias is None or isinstance(call.bias, ByDistance)
         layouts, at = _layouts(f, call.at), call.at if isinstance(call.at, Tensor) else f.offset
         terms: dict[str, Any] = {"dropout_p": call.dropout_p, "softcap": call.softcap}
-        tiles = TileAttention(layouts, f.factor, (f.pattern, at), call.lengths, **terms)
+        lengths = None if call.lengths is None else call.lengths.clone()  # the backward pass reads them again
+        tiles = TileAttention(layouts, f.factor, (f.pattern, at), lengths, **terms)
         with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
             return attend(call.q, call.k, call.v, tiles, call.bias)
 

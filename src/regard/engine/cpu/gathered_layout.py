@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ... import compat
-from ...pattern import Pattern, neighborhood
+from ...pattern import BlockGrid, Pattern, neighborhood
+from ...pattern.classification import BLOCK
 from ..call import Place
 from ..parts import row_steps
 from .kernels import SAVED_WEIGHTS, Buffers, product
@@ -25,7 +26,7 @@ MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
 KEY_MULTIPLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
 MIN_ROWS = 32  # queries of a tile
 DATA_ROWS = 64  # queries of a tile where data decide
-MAX_DATA_PAIRS = 1 << 28  # pairs that are enumerated for it
+MAX_DATA_PAIRS = 1 << 28  # pairs that are enumerated for it; those of all blocks may be 64 × as many
 DATA_SIZES = 8  # different numbers of keys that such tiles may have: those of one number are computed at once
 MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
 NEAR = 1 << 18  # numbers of the queries of all heads up to which rows that are apart come from the L2 cache
@@ -115,7 +116,7 @@ def gathered(allowed: Bool[Tensor, "n m"], shape: Shape) -> Gathering:
 
 
 def gathered_by_rows(place: Place) -> tuple[Gathering, ...] | None:
-    """Tiles of a pattern with data, whose pairs are enumerated a tile at a time; None where data differ by batch row.
+    """Tiles of a pattern with data, enumerated in the blocks that may hold pairs; None if data differ by batch row.
 
     Cached for the tensors as they are: a change in place has another version, unless it is unknown.
     """
@@ -128,16 +129,21 @@ def gathered_by_rows(place: Place) -> tuple[Gathering, ...] | None:
 @lru_cache(maxsize=16)
 def _gathered_by_rows(place: Place, versions: tuple[int | None, ...]) -> tuple[Gathering, ...] | None:
     pattern, n, m, start, step = place
+    if pattern.data_shape != (1, 1) or n * m > 64 * MAX_DATA_PAIRS:
+        return None
     order = _blocks(pattern, n) if (start, step) == (0, 1) else torch.arange(n, device="cpu")
     rows = _filled(order, -(-n // DATA_ROWS) * DATA_ROWS).view(-1, DATA_ROWS)
-    j, tiles = torch.arange(m, device="cpu"), []
-    for tile in rows:
-        table = torch.as_tensor(pattern.allows((start + step * tile)[:, None], j))
-        if table.dim() > 2:
-            return None
-        table = table.expand(DATA_ROWS, m)
+    i, tiles = start + step * torch.arange(n, device="cpu"), []
+    empty = BlockGrid(i[None], m, step).classify(pattern).none[0]
+    blocks = [~empty[tile // BLOCK].all(0) for tile in rows]
+    if sum(int(some.sum()) for some in blocks) * BLOCK * DATA_ROWS > MAX_DATA_PAIRS:
+        return None
+    for tile, near in zip(rows, blocks):
+        j = near.repeat_interleave(BLOCK)[:m].nonzero().view(-1)
+        table = torch.as_tensor(pattern.allows(i[tile][:, None], j))
+        table = table.broadcast_to(1, 1, DATA_ROWS, len(j))[0, 0]
         some = table.any(0).nonzero().view(-1)
-        tiles.append((some, table[:, some]))
+        tiles.append((j[some], table[:, some]))
     counts = torch.tensor([max(len(some), 1) for some, _ in tiles], device="cpu")
     apart = -(-int(counts.max()) // (DATA_SIZES * KEY_MULTIPLE)) * KEY_MULTIPLE
     sizes = (-(-counts // apart) * apart).clamp_max(m)
