@@ -591,7 +591,7 @@ LONG_AND_SHORT = [
 def test_only_tiles_longer_than_a_programs_share_are_split_and_each_tile_is_in_one_pass(
     pattern, by_keys, programs
 ):
-    from regard.engine.cuda.schedule import DevicePasses
+    from regard.engine.cuda.schedule import MIN_SPLIT, DevicePasses
     from regard.engine.cuda.work_split import MIN_EXCESS, by_length
 
     def sizes(works):
@@ -614,10 +614,10 @@ def test_only_tiles_longer_than_a_programs_share_are_split_and_each_tile_is_in_o
         parted, whole = ([x for x in mine if (x.work.slots > 0) == split] for split in (True, False))
         assert len(parted) <= 1 and len(whole) <= 1
         left = np.concatenate([np.diff(x.work.ends, prepend=0) for x in whole] or [np.zeros(1, dtype=int)])
-        assert left.max() <= left.sum() / programs + MIN_EXCESS
+        assert left.max() <= max(left.sum() / programs + MIN_EXCESS, MIN_SPLIT)
         for x in parted:
             least = np.diff(x.work.ends, prepend=0).min()
-            assert least > (left.sum() + least) / programs + MIN_EXCESS
+            assert least > max((left.sum() + least) / programs + MIN_EXCESS, MIN_SPLIT)
 
 
 def test_tiles_of_equal_length_are_not_split_however_long_they_are():

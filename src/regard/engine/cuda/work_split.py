@@ -18,7 +18,7 @@ from ...pattern import Pattern, Run, full
 from ...progression import FAR, Ints
 from .call import Layout, exceeds_int32
 from .mask import LOWER, UPPER, band
-from .schedule import BEGINS, EMPTY_LIST, ITEM, DevicePass, DevicePasses, Schedule, repeated
+from .schedule import BEGINS, EMPTY_LIST, ITEM, MIN_SPLIT, DevicePass, DevicePasses, Schedule, repeated
 
 MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
@@ -48,7 +48,9 @@ def by_length(route: DevicePasses, programs: int) -> DevicePasses:
     for step in route.steps:
         size = np.diff(step.work.ends, prepend=0)
         long = size < 0
-        while (more := ~long & (size > size[~long].sum() / max(programs, 1) + MIN_EXCESS)).any():
+        while (
+            more := ~long & (size > max(size[~long].sum() / max(programs, 1) + MIN_EXCESS, MIN_SPLIT))
+        ).any():
             long |= more
         steps += [
             replace(step, work=_of_tiles(step.work, tiles, slots))
@@ -63,7 +65,8 @@ def _of_tiles(work: Schedule, tiles: NDArray[np.bool_], slots: int) -> Schedule:
     size = np.diff(work.ends, prepend=0)
     if tiles.all():
         return work if slots == work.slots else replace(work, slots=slots)
-    blocks = work.blocks[torch.from_numpy(np.repeat(tiles, size)).to(work.blocks.device)]
+    held = torch.from_numpy(np.flatnonzero(np.repeat(tiles, size)))
+    blocks = work.blocks[held.to(work.blocks.device)]
     return replace(work, blocks=blocks, ends=np.cumsum(size[tiles]), slots=slots)
 
 
