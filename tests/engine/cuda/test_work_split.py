@@ -643,3 +643,24 @@ def test_one_long_tile_does_not_cut_the_others():
     cut = split_work(rest.work, 2, 16)
     assert cut.slots == 0 and len(cut.joins) == 0
     assert split_work(step.work, 2, 16).slots > 8  # without that
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(
+    ("grid", "in_boxes"), [(neighborhood((32, 32), 15), True), (neighborhood((30, 30), 29), False)], ids=repr
+)
+def test_boxes_of_a_grid_are_not_split_and_its_lines_may_be(monkeypatch, grid, in_boxes, by_keys):
+    """What adds up the parts of a tile expects that its rows have one step; those of a box have not."""
+    from regard.engine.cuda import work_split
+    from regard.engine.cuda.call import CallLayout, Task, contiguous, default
+    from regard.engine.cuda.hopper import launches as hopper
+
+    monkeypatch.setattr(hopper, "programs_at_a_time", lambda config, device: 396)
+    monkeypatch.setattr(work_split, "MIN_SPLIT", 2)  # as if these tiles were long
+    configs = default(64, 64, torch.bfloat16)
+    task = Task(grid, 0, 1, 0.125, 0.0, None, configs)
+    call = CallLayout(task, (contiguous(1, 1, grid.size, 64),) * 5, torch.bfloat16, CPU)
+    config = configs.hopper_dkv if by_keys else configs.hopper_forward
+    steps = hopper.hopper_passes(call, config, by_keys).steps
+    assert all((x.work.lists is not None) == in_boxes for x in steps)
+    assert any(x.work.slots > 0 for x in steps) == (not in_boxes)

@@ -182,12 +182,12 @@ class FusedKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, *_, mask = ctx.saved_tensors  # all stay to the end, also after a checkpoint
+        q, k, v, *held, mask = ctx.saved_tensors
+        held = held if ctx.kernel == "cpu" else []  # to the end, also after a checkpoint
         grads, of_mask = [torch.empty_like(x) for x in (q, k, v)], None
         ctx.trace.workspace(backward_workspace(ctx.kernel, q, k, v), f"{FUSED} ({ctx.kernel})")
         products = 2 * 2.5 * q.shape[:3].numel() * k.shape[2] * (q.shape[-1] + v.shape[-1])
-        moved = 4 * (q.nbytes + k.nbytes + v.nbytes)
-        ctx.trace.note_work(products, moved, str(q.dtype), "attention")
+        ctx.trace.note_work(products, 4 * (q.nbytes + k.nbytes + v.nbytes), str(q.dtype), "attention")
         if ctx.needs_input_grad[3]:
             *rows, m = mask.shape
             of_mask = mask.new_empty(*rows, _up(m, 8))[..., :m]

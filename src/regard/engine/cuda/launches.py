@@ -302,11 +302,11 @@ def takes_hopper(call: CallLayout) -> bool:
 
     They need a stored configuration, one head width for all, no bias, softcap, dropout or lengths.
     """
-    d = call.tensors[0].shape[-1]
-    if call.lengths or not call.task.plain or call.task.configs.hopper_forward is None:
+    d, stored = call.tensors[0].shape[-1], call.task.configs.hopper_forward
+    if call.lengths or not call.task.plain or stored is None or call.dtype.itemsize != 2:
         return False
     fit = all(x.shape[-1] == d and x.aligned and not any(s % 8 for s in x.strides) for x in call.tensors)
-    return fit and not exceeds_int32(*call.tensors) and is_hopper(call.device)
+    return fit and not exceeds_int32(*call.tensors, call.output) and is_hopper(call.device)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -316,7 +316,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def hopper_backward(call: CallLayout) -> Backward | None:
     """Fills dq, dk and dv; None if these kernels cannot run the call."""
-    if not takes_hopper(call):
+    if not takes_hopper(call) or call.task.configs.hopper_dq is None:
         return None
     from .hopper.launches import dkv, dq  # it imports Gluon
 

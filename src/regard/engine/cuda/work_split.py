@@ -48,9 +48,7 @@ def by_length(route: DevicePasses, programs: int) -> DevicePasses:
     for step in route.steps:
         size = np.diff(step.work.ends, prepend=0)
         long = size < 0
-        while (
-            more := ~long & (size > max(size[~long].sum() / max(programs, 1) + MIN_EXCESS, MIN_SPLIT))
-        ).any():
+        while (more := ~long & (size > max(size[~long].sum() / programs + MIN_EXCESS, MIN_SPLIT))).any():
             long |= more
         steps += [
             replace(step, work=_of_tiles(step.work, tiles, slots))

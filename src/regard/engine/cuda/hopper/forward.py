@@ -445,6 +445,7 @@ def hopper_forward(
         product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
         if VALUES == 1:
             async_copy.wait_group(0)
+            hopper.fence_async_shared()  # the one before the product with keys did not wait for the values
             barrier()
         product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
         ahead, bits = _spot(row, c, LISTS, S), bits_of(spot[-1], zero, S)

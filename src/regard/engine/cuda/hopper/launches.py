@@ -32,10 +32,12 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
 
 
 def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
-    """The passes of the plan, those of a grid in boxes if that is less work; long tiles are passes of their own."""
-    route = in_boxes(call.task.pattern, passes(call, config, by_keys), by_keys, call.device)
-    b, h = call.tensors[1 if by_keys else 0].shape[:2]
-    return by_length(route, programs_at_a_time(config, call.device) // (b * h))
+    """The passes of the plan, those of a grid in boxes if that is less work; long tiles are passes of their own, but
+    not boxes, as what adds up the parts of a tile expects that its rows have one step."""
+    lines, (b, h) = passes(call, config, by_keys), call.tensors[1 if by_keys else 0].shape[:2]
+    route = in_boxes(call.task.pattern, lines, by_keys, call.device)
+    programs = max(programs_at_a_time(config, call.device) // (b * h), 1)
+    return by_length(route, programs) if route is lines else route
 
 
 def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
