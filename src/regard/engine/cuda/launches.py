@@ -321,17 +321,17 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     from .hopper.launches import dkv, dq  # it imports Gluon
 
     dtype, device, (q, k) = call.dtype, call.device, (x.shape for x in call.tensors[:2])
-    by_queries, for_queries, part, counters = dq(call)
-    by_keys, for_keys, parts = dkv(call)
+    by_queries, for_queries, of_queries = dq(call)
+    by_keys, for_keys, of_keys = dkv(call)
     rows = math.prod(q[:3])
-    workspace = {"lse2": rows, "delta": rows, "part": part, "counters": counters} | parts
+    workspace = {"lse2": rows, "delta": rows} | of_queries | of_keys
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
     launches = for_queries + for_keys
     if by_queries.apart and not by_keys.joins:  # sums in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is sum_kernel)
-    zeroed = make is torch.zeros or counters > 0 or "counters_of_keys" in parts
-    program = Program(inputs, launches, workspace, device, zeroed=zeroed)
+    counted = of_queries["counters"] or of_keys["counters_of_keys"]
+    program = Program(inputs, launches, workspace, device, zeroed=make is torch.zeros or counted > 0)
     one_tensor = any(launch.kernel is sum_kernel for launch, _ in for_keys)
     if make is torch.empty and not one_tensor and all(x == contiguous(*x.shape) for x in call.tensors[:3]):
         return _like_inputs, program

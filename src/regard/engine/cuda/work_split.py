@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Pattern, Run, full
+from ...pattern import Run, full
 from ...progression import FAR, Ints
 from .call import Layout, exceeds_int32
 from .mask import LOWER, UPPER, band
@@ -375,14 +375,18 @@ def flatten_heads(
 
     With 16 heads and 396 programs a head has 24 programs, and 12 are idle. Flattened, every program has work and the
     long tiles of all heads start first. Row r of head h becomes row h·n + r, and so does its position in the mask.
+    If programs share tiles, heads stay apart, so that the programs of a head read the same rows at the same time.
     step: between the positions of two queries; those of two keys are 1 apart, so it must be 1.
     """
     b, h, n, _ = layouts[0].shape
     times = b * h
-    if times == 1 or step != 1 or times * len(one.work.blocks) > MAX_BLOCKS or times * n > MAX_POSITION:
+    too_long = times * len(one.work.blocks) > MAX_BLOCKS or times * n > MAX_POSITION
+    if times == 1 or step != 1 or one.work.slots or too_long:
         return one, layouts
-    words, long = [p for p in (one.work.pattern, one.keep) if p is not None], as_one_head(layouts)
-    if long is None or not all(is_shift_invariant(p, n) for p in words):
+    long = as_one_head(layouts)
+    # Patterns must allow the same pairs when i and j both shift by n.
+    periods = [p.shift_period for p in (one.work.pattern, one.keep) if p is not None]
+    if long is None or not all(k > 0 and n % k == 0 for k in periods):
         return one, layouts
     return replace(one, work=repeated(one.work, times, n)), long
 
@@ -390,8 +394,3 @@ def flatten_heads(
 def _heads_are_contiguous(x: Layout) -> bool:
     b, h, n, _ = x.shape
     return (h == 1 or x.stride[1] == n * x.stride[2]) and (b == 1 or x.stride[0] == h * n * x.stride[2])
-
-
-def is_shift_invariant(pattern: Pattern, n: int) -> bool:
-    """Whether the pattern allows the same pairs when i and j both shift by n."""
-    return pattern.shift_period > 0 and n % pattern.shift_period == 0
