@@ -47,7 +47,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
     mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
     flat_heads = ((step, *flatten_heads(step, task.step, call.tensors)) for step in route.steps)
     flattened = list(flat_heads) if mixed is None else [mixed[:3]]
-    apart = route.apart and mixed is None
+    apart, place = route.apart and mixed is None, (task.start, task.step)
     for nth, (step, flat, (q, k, v)) in enumerate(flattened):
         (b, h, n, d), h_kv, late = q.shape, k.shape[1], apart and nth > 0
         # Every second pass runs backwards: it begins with rows that are still in the cache.
@@ -66,7 +66,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
             ),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot, cut.lists
-        launches += [(launch, names), _merge(call, config, step, cut.joins, early=True)]
+        launches += [(launch, names), _merge(call.output, cut.joins, config, place, step, early=True)]
         parts = max(parts, cut.slots * config.tile)
     if apart:  # merged in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is merge_kernel)
