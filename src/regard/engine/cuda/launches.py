@@ -118,8 +118,7 @@ def passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
 
 
 def general_backward(call: CallLayout) -> Backward:
-    b, h, h_kv, n, m, d_k, d_v = call.sizes
-    task, device, reach = call.task, call.device, call.task.reach or 0
+    (b, h, _, n, *_), task, device, reach = call.sizes, call.task, call.device, call.task.reach or 0
     by_queries, by_keys = passes(call, task.configs.dq, False), passes(call, task.configs.dkv, True)
     for_queries, part = gradients(call, by_queries, task.configs.dq, FOR_QUERIES)
     for_keys, part_of_keys = gradients(call, by_keys, task.configs.dkv, FOR_KEYS)
@@ -135,15 +134,10 @@ def general_backward(call: CallLayout) -> Backward:
     workspace = {"stats": b * h * n * 4, "part": max(part, part_of_keys)}
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv", *sums
     program = Program(inputs, launches, workspace, device, zeroed=not by_queries.covers)
-    outs = [
-        (torch.empty if route.covers else torch.zeros, shape)
-        for route, shape in (
-            (by_queries, (b, h, n, d_k)), (by_keys, (b, h_kv, m, d_k)), (by_keys, (b, h_kv, m, d_v)),
-        )
-    ]  # fmt: skip
+    makers = [torch.empty if route.covers else torch.zeros for route in (by_queries, by_keys, by_keys)]
 
-    def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        made = [make(shape, dtype=call.dtype, device=device) for make, shape in outs]
+    def outputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        made = [make(like.shape, dtype=call.dtype, device=device) for make, like in zip(makers, x)]
         if call.bias_gradient:
             made += torch.zeros((sum(counts), b, h, 4), device=device).split(counts)
         if learns_table:
