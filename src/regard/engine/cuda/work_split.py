@@ -19,12 +19,12 @@ from ...progression import FAR, Ints
 from .call import Layout, exceeds_int32
 from .mask import LOWER, UPPER, band
 from .schedule import BEGINS, EMPTY_LIST, ITEM, DevicePass, DevicePasses, Schedule, repeated
+from .tile_lists import MEMBERS
 
 MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
 PIECE = 8  # blocks of one piece of a split tile
-MEMBERS = 64  # of a full block of the kernels for Hopper
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
 MAX_POSITION = 1 << 28  # the kernels treat larger positions as "no bound"
 
