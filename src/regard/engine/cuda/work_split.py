@@ -97,7 +97,10 @@ def split_work(
         else:
             order = np.arange(len(size)) if work.ordered else np.argsort(-size, kind="stable")
             program_of = _in_turn(order, size, k, dynamic_share, multiple)
-        tile, begin, end, program_of = _whole_tiles(size, program_of, backwards).T
+        # Tiles in order, or backwards: those that run at the same time are of one head and share keys in the cache.
+        order = np.arange(len(size))[:: -1 if backwards else 1]
+        tile = order[np.argsort(program_of[order], kind="stable")]
+        begin, end, program_of = np.zeros_like(tile), size[tile], program_of[tile]
     length = end - begin
     starts, total = np.cumsum(length) - length, int(length.sum())
     parted = np.bincount(tile, minlength=len(size))[tile] > 1
@@ -132,17 +135,6 @@ def split_work(
     slots = move(each)
     lists = slots if work.lists is None else work.lists.words
     return WorkSplit(move(blocks), move(runs), slots, move(joins), int(parted.sum()), lists)
-
-
-def _whole_tiles(size: Ints, program_of: Ints, backwards: bool) -> Ints:
-    """Whole tiles in the order of execution, program by program: tile, 0, its size, its program.
-
-    Each program runs its tiles in order, or backwards, so that tiles that run at the same time are of one head and
-    share keys in the cache.
-    """
-    order = np.arange(len(size))[:: -1 if backwards else 1]
-    order = order[np.argsort(program_of[order], kind="stable")]
-    return np.column_stack([order, np.zeros_like(order), size[order], program_of[order]])
 
 
 def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles_each: int) -> Ints:
