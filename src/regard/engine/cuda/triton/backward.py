@@ -73,9 +73,8 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     −reach and below, at reach and above, and Σ ds |j − i|.
     """
     Q, K, V, O, DO, LSE, DLSE, STATS, DQ, _, _, PART, FAR = tensors
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n = strides[
-        :18
-    ]
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n = strides[:15]
+    dq_b, dq_h, dq_n = strides[15:18]
     ITEMS, MEMBERS, BLOCKS, skipped = tables
     LIMITS, TABLE, SLOPES, seed, reach, below, boost = extras
     heads, all_heads, n, start, step, scale, factors = sizes
