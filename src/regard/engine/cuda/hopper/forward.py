@@ -64,9 +64,9 @@ def _tile(row, marks):
 
 
 @gluon.jit
-def _of_tile(row, marks, LAYOUT: gl.constexpr, S: gl.constexpr):
-    """The rows of a block's tile; past its end, the last row again."""
-    first, hop, count = _tile(row, marks)
+def _of_tile(tile, LAYOUT: gl.constexpr, S: gl.constexpr):
+    """The rows of a tile; past its end, the last row again."""
+    first, hop, count = tile
     return member(first, hop, gl.minimum(gl.arange(0, S.R, layout=LAYOUT), count - 1), S)
 
 
@@ -360,7 +360,7 @@ def _copy_block(place, X, spot, stride, c, S: gl.constexpr):
 def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
     """If this block begins a tile, start to copy its queries."""
     if (marks & BEGINS) != 0:
-        x = _of_tile(row, marks, gl.SliceLayout(1, S.LOAD), S)
+        x = _of_tile(_tile(row, marks), gl.SliceLayout(1, S.LOAD), S)
         if S.d == S.D:
             fetch(qs, _addresses(Q, x * q_n, S.D))
         else:
@@ -406,9 +406,8 @@ def hopper_forward(
     KIND: gl.constexpr = Q.dtype.element_ty
     qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     ks = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
-    VALUES: gl.constexpr = (
-        1 if S.D == 256 else 2
-    )  # blocks; if 1, the next is copied when the product has ended
+    # Blocks; if there is one, the next is copied when the product has ended.
+    VALUES: gl.constexpr = 1 if S.D == 256 else 2
     vs = gl.allocate_shared_memory(KIND, [VALUES, S.R, S.D], S.SHARED)
     noted = gl.allocate_shared_memory(gl.int32, [2, S.R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)

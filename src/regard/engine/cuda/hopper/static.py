@@ -248,10 +248,8 @@ def bits_of(at, like, S: gl.constexpr):
     if S.spread is not None:
         y = like.reshape([S.R, S.R // 8, 4, 2])
         EACH: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
-        r, quarter = (
-            gl.arange(0, S.R, layout=gl.SliceLayout(1, EACH)),
-            gl.arange(0, 4, layout=gl.SliceLayout(0, EACH)),
-        )
+        r = gl.arange(0, S.R, layout=gl.SliceLayout(1, EACH))
+        quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, EACH))
         return gl.load(at + S.R + 4 * r[:, None] + quarter[None, :])
     else:
         return 0
