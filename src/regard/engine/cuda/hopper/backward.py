@@ -341,25 +341,6 @@ def _fetch_rows(place, row, word, c, flat, given, S: gl.constexpr, WAITS: gl.con
 
 
 @gluon.jit
-def _close_keys(
-    DK, DV, PART, SLOTS, words, t, place_k, place_v, dk, dv, bh, all_heads, stride, joins, S: gl.constexpr
-):  # fmt: skip
-    """Write dk and dv of the tile of block t, or its share of them."""
-    first, hop, count = _tile(words)
-    x, mine = _mine(first, hop, count, 0, 1, gl.SliceLayout(1, S.LOAD), S)
-    slot = -1
-    if S.SPLIT:
-        slot = gl.load(SLOTS + t)
-        if slot >= 0:
-            at = 2 * slot.to(gl.int64) * all_heads + bh
-            _put_part(PART, at * S.R, dk, S.R)
-            _put_part(PART, (at + all_heads) * S.R, dv, S.R)
-    if slot < 0:
-        _put(DK, place_k, dk, x, mine, stride, joins, S)
-        _put(DV, place_v, dv, x, mine, stride, joins, S)
-
-
-@gluon.jit
 def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexpr):
     """Add block t, whose rows are in `here`, to dk and dv; the next is copied to the other half of the ring."""
     dk, dv, first, hop, mark, lines, pending = state
@@ -402,8 +383,19 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     dv, dk = warpgroup_mma_wait(0, deps=[product_v, product_k])
     if ends:
         barrier()
-        words = read_words(ring, t)
-        _close_keys(DK, DV, PART, SLOTS, words, t, qs, dos, dk * scale, dv, bh, all_heads, dk_m, joins, S)
+        first, hop, count = _tile(read_words(ring, t))
+        dk = dk * scale
+        x, mine = _mine(first, hop, count, 0, 1, gl.SliceLayout(1, S.LOAD), S)
+        slot = -1
+        if S.SPLIT:
+            slot = gl.load(SLOTS + t)
+            if slot >= 0:
+                at = 2 * slot.to(gl.int64) * all_heads + bh
+                _put_part(PART, at * S.R, dk, S.R)
+                _put_part(PART, (at + all_heads) * S.R, dv, S.R)
+        if slot < 0:
+            _put(DK, qs, dk, x, mine, dk_m, joins, S)
+            _put(DV, dos, dv, x, mine, dk_m, joins, S)
         pending = gl.where(counts > 0, counter, -1) if S.CHAINED else 0
         dk = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
         dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)

@@ -367,24 +367,6 @@ def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
             _copy(qs, Q, x, q_n, S)
 
 
-@gluon.jit
-def _first_copies(
-    qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, LISTS, lo, last, q_n, k_m, v_m, c, flat, S: gl.constexpr
-):  # fmt: skip
-    """Queries, keys and values of block `lo`; the words of the next, whose tests are noted."""
-    row, marks = _row(load_words(CHUNKS + 4, 0, S), S)
-    following, coming = _row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
-    _fetch_queries(qs, Q, row, marks, q_n, S)
-    spot = _spot(row, c, LISTS, S)
-    _note(noted.index(lo % 2), row, marks, flat, S)
-    _copy_block(ks, K, spot, k_m, c, S)
-    async_copy.commit_group()
-    _copy_block(vs.index(0), V, spot, v_m, c, S)
-    async_copy.commit_group()
-    _note(noted.index((lo + 1) % 2), following, coming, flat, S)
-    return row, spot, marks, following, coming
-
-
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
 def hopper_forward(
     Q, K, V, O, LSE, PART_O, PART_LSE, CHUNKS, BLOCKS, SLOTS, LISTS,
@@ -412,9 +394,16 @@ def hopper_forward(
     noted = gl.allocate_shared_memory(gl.int32, [2, S.R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
     acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    row, begun, mark, following, coming = _first_copies(
-        qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, LISTS, lo, last, q_n, k_m, v_m, c, flat, S
-    )
+    row, mark = _row(load_words(CHUNKS + 4, 0, S), S)
+    following, coming = _row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
+    _fetch_queries(qs, Q, row, mark, q_n, S)
+    begun = _spot(row, c, LISTS, S)
+    _note(noted.index(lo % 2), row, mark, flat, S)
+    _copy_block(ks, K, begun, k_m, c, S)
+    async_copy.commit_group()
+    _copy_block(vs.index(0), V, begun, v_m, c, S)
+    async_copy.commit_group()
+    _note(noted.index((lo + 1) % 2), following, coming, flat, S)
     first, hop, _ = _tile(row, mark)
     next_first, next_hop, _ = _tile(following, coming)
     row, after = _row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)
