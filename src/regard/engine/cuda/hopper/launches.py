@@ -132,7 +132,7 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
     launches: Launches = []
     workspace = {"counters_of_keys": counters}
-    # A launch without parts is given a buffer that it does not read.
+    # A launch without parts and counters is given a buffer that it does not read.
     part, before = "counters_of_keys" if counters else "delta", None
     for nth, (step, tensors) in enumerate(flattened):
         adds = before if added[nth] else None
