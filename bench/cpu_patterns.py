@@ -117,7 +117,7 @@ def compare(pattern: Pattern, n: int, rounds: int, functions: tuple[str, ...], g
         "heads": HEADS,
         "passes": "forward+backward" if grad else "forward",
         "density": case.needed / n**2,
-        "computed/needed": prepared.computed / case.needed,
+        "computed/needed": prepared.computed() / case.needed,
         "variant": prepared.variant,
         "estimate_ms": TABLE["tiles"].estimate(facts) * 1e3,
         "difference": worst,

@@ -167,7 +167,7 @@ def test_auto_takes_flex_for_lists_by_batch_row_and_a_mask_for_lists_by_head():
     by_row = selected(torch.zeros(2, 32, 1, dtype=torch.long), 128)
     by_head = selected(torch.zeros(2, 16, 32, 1, dtype=torch.long), 128)
     assert choose(facts(causal() & by_row, batch=2)).backend == "flex"
-    assert choose(facts(causal() & by_row, batch=2)).computed == 2 * 4096 * 128
+    assert choose(facts(causal() & by_row, batch=2)).computed() == 2 * 4096 * 128
     assert choose(facts(causal() & by_head, batch=2)).backend == "sdpa"
     assert TABLE["flex"].refuses(facts(by_head, batch=2)) == "the data of the pattern differ by head"
 

@@ -296,18 +296,15 @@ class Prepared:
 
     backend: str
     variant: str
-    count: Callable[[], int]
+    computed: Callable[
+        [], int
+    ]  # pairs, for one head; where data differ by batch row, for one head of all rows
     run: Callable[[Call], Outputs] | None = None
     build: Callable[[], Callable[..., Tensor]] | None = None
     note: str = ""  # how the variant is laid out
     reason: str = ""  # why this backend runs
     joins_sink: bool = False  # `run` has sink_logits in its results
     seconds: float = 0.0  # an estimate, where the backend compares variants by it
-
-    @property
-    def computed(self) -> int:
-        """The pairs that are computed for one head; where data differ by batch row, for one head of all rows."""
-        return self.count()
 
     @cached_property
     def direct(self) -> Callable[..., Tensor]:

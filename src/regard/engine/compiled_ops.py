@@ -18,7 +18,6 @@ from ..pattern import Pattern, query_offset, tree
 from ..position import ByDistance
 from .call import NO_SEED, SEEDS, Call, Extras, Options
 from .cpu import documents, tiles
-from .cpu.layout import Layout
 from .cpu.strided_layout import layout_or_mask
 
 
@@ -174,21 +173,16 @@ def _pattern(text: str) -> Pattern:
 
 
 def _tiles(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tiles.TileAttention:
+    pattern, n, m, start = options.pattern, q.shape[2], k.shape[2], options.start
+    layouts = None if extras.ids is None else documents.layouts_of_ids(extras.ids, pattern, n, start)
+    if extras.ids is None:
+        layouts = (layout_or_mask(pattern, n, m, start, options.step),)
+    if layouts is None:
+        raise BackendError(
+            "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"
+        )
     terms = extras.lengths, options.dropout_p, extras.seed, True, options.softcap
-    return tiles.TileAttention(_layouts(q, k, extras, options), options.scale, None, *terms)
-
-
-def _layouts(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[Layout, ...]:
-    """One layout for all batch rows, or one each."""
-    n, m = q.shape[2], k.shape[2]
-    if extras.ids is not None:
-        layouts = documents.layouts_of_ids(extras.ids, options.pattern, n, options.start)
-        if layouts is None:
-            raise BackendError(
-                "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"
-            )
-        return layouts
-    return (layout_or_mask(options.pattern, n, m, options.start, options.step),)
+    return tiles.TileAttention(layouts, options.scale, None, *terms)
 
 
 # torch.func (grad, vjp, vmap) has no rules for custom operators: there each of the two is an autograd function with

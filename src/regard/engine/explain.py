@@ -100,7 +100,7 @@ def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
 def _explain(facts: CallFacts, backend: str) -> Explanation:
     prepared = choose(facts, backend)
     needed = facts.pattern.count(facts.n, facts.m, facts.offset)
-    pairs = facts.pattern, facts.n, facts.m, needed, prepared.computed, facts.data_rows
+    pairs = facts.pattern, facts.n, facts.m, needed, prepared.computed(), facts.data_rows
     return Explanation(*pairs, prepared.backend, prepared.variant, prepared.reason, _passes(facts, prepared))
 
 

@@ -102,17 +102,14 @@ class Request:
     tile: int
     by_keys: bool
 
-    def relations(self, pattern: Pattern) -> dict[Pattern, Relation]:
-        return relations(pattern, self.by_keys)
-
     def row_step(self, pattern: Pattern) -> int:
         """The row step at which all rows of a tile agree in every residue; 1 where it is out of reach."""
-        period = lcm(*(residue_period(r) for r in self.relations(pattern).values()))
+        period = lcm(*(residue_period(r) for r in relations(pattern, self.by_keys).values()))
         return period // gcd(period, self.xs.step) if period < FAR else 1
 
     def tiles(self, tiling: Tiling) -> Tiles:
         """No tile crosses the end of a range of x, or a multiple of the grid."""
-        below = {r.query_below for r in self.relations(tiling.pattern).values()} - {FAR}
+        below = {r.query_below for r in relations(tiling.pattern, self.by_keys).values()} - {FAR}
         ends = np.array(sorted(below), dtype=np.int64)
         if tiling.grid:
             last = self.xs.start + self.xs.step * self.xs.count
@@ -228,12 +225,12 @@ def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Tiling, ..
     groups: dict[tuple[int, int], list[Clause]] = {}  # by row step and key step
     for clause in clauses(pattern):
         positive = reduce(and_, (factor for factor in clause if not isinstance(factor, Not)), full())
-        key_step = lcm(*(r.key_class[0] for r in request.relations(positive).values()))
+        key_step = lcm(*(r.key_class[0] for r in relations(positive, request.by_keys).values()))
         groups.setdefault((request.row_step(positive), key_step), []).append(clause)
     steps = {row_step for row_step, _ in groups}
     common = {step} if (step := request.row_step(pattern)) < request.xs.count else set()
     span = request.tile * request.xs.step
-    sizes = {size for r in request.relations(pattern).values() for size in r.blocks}
+    sizes = {size for r in relations(pattern, request.by_keys).values() for size in r.blocks}
     grids = {b for b in sizes if 4 * b >= span} | {span // b * b for b in sizes if b <= span}
     yield from ((Tiling(pattern, 1, grid),) for grid in sorted(grids or {0}))
     yield from ((Tiling(pattern, step),) for step in sorted((steps | common) - {1}))

@@ -571,10 +571,10 @@ def test_explain_counts_the_pairs_of_boxes(monkeypatch):
 
     grid, half = neighborhood((64, 64), 7), {"dtype": torch.bfloat16, "d_k": 64, "d_v": 64}
     facts = CallFacts(grid, 4096, 4096, device="cuda", **half)
-    lines = TABLE["triton"].prepare(facts).computed
+    lines = TABLE["triton"].prepare(facts).computed()
     monkeypatch.setattr(backend, "_hopper_passes", lambda f: passes_of_grid(grid).steps)
     # 16 × 4 boxes of 4 × 16 queries: at an edge they meet 7 lines and 19 columns, elsewhere 10 and 22
-    assert TABLE["triton"].prepare(facts).computed == 64 * (2 * 7 + 14 * 10) * (2 * 19 + 2 * 22) < lines / 2
+    assert TABLE["triton"].prepare(facts).computed() == 64 * (2 * 7 + 14 * 10) * (2 * 19 + 2 * 22) < lines / 2
 
 
 LONG_AND_SHORT = [

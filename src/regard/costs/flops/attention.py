@@ -88,7 +88,7 @@ def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) 
         return_lse=spec.sink_logits, grad=train,
     )  # fmt: skip
     choice = choose(facts, request.backend)
-    needed, computed, rows = pattern.count(n, m, facts.offset), choice.computed, n
+    needed, computed, rows = pattern.count(n, m, facts.offset), choice.computed(), n
     if not isinstance(pattern, full | causal):
         rows = int((pattern.row_counts(n, m, facts.offset) > 0).sum())
     amount = scope.pairs("pairs", needed, pattern)

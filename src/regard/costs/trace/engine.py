@@ -116,7 +116,7 @@ def _counted(trace: Any, prepared: Prepared, call: Call) -> Outputs:
     heads = call.q.shape[:2].numel()
     offset = None if isinstance(call.at, Tensor) else call.at
     needed = call.pattern.count(call.n, call.m, offset)
-    pairs = heads * needed, heads * prepared.computed, repr(call.pattern)
+    pairs = heads * needed, heads * prepared.computed(), repr(call.pattern)
     whole = attention.Call(call.q, call.k, call.v, None, call.dropout_p, False, *pairs)
     return attention.counted(trace, "sparse_attention", whole, lambda: prepared(call))
 

@@ -219,9 +219,6 @@ class GatheredPiece:
     def rows_of(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
         return x if self.of_rows is None else x.reshape(-1, x.shape[-1])[self.of_rows]
 
-    def keys_of(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        return x if self.of_keys is None else x.reshape(-1, x.shape[-1])[self.of_keys]
-
     def load_rows(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """The queries of each tile. What only fills the last tile of a head has no gradient."""
         x = _taken(self.rows_of(x), self.rows, (*self.scores[:2], x.shape[-1]), name, buffers)
@@ -231,7 +228,8 @@ class GatheredPiece:
 
     def load_keys(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> list[Tensor]:
         shape = self.scores[0], self.scores[2], x.shape[-1]
-        return [_taken(self.keys_of(x), self.index, shape, name, buffers)]
+        x = x if self.of_keys is None else x.reshape(-1, shape[-1])[self.of_keys]
+        return [_taken(x, self.index, shape, name, buffers)]
 
     def output(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """Memory for what `store` brings to x, its rows of a result: x itself where the queries are in order."""

@@ -68,7 +68,9 @@ class TileGroup:
     cycle: int = 1  # tile t has the mask of tile t mod cycle; the tiles are a multiple of it
     shared: tuple["TileGroup", ...] = ()  # further keys of all rows: one tile each, without a mask
     concatenated: bool = False  # no other group has its rows, and its weights may be saved
-    by_products: bool = False  # never by the fused op, and the rows in reverse order: for bias and dropout
+    by_products: bool = (
+        False  # never by the fused op, and rows are loaded from the last on: a bias is a view then
+    )
     split: bool = False  # a part of a tile that was too large
 
     @property
@@ -294,20 +296,9 @@ class Piece:
     def has_empty_row(self) -> bool:
         return self.group.empty_rows is not None
 
-    @property
-    def reversed(self) -> bool:
-        """Whether its rows are loaded from the last to the first, as the bias by distance is a view then."""
-        return self.group.by_products
-
     def rows_of(self, x: Float[Tensor, "heads n *d"]) -> Float[Tensor, "t r *d"]:
         tiles = self.tiles
         return self._view(x, tiles.rows, tiles.row, tiles.row_shift, tiles.row_step)
-
-    def keys_of(self, x: Float[Tensor, "heads m *d"]) -> list[Float[Tensor, "_ l *d"]]:
-        """The keys of its tiles, then the shared keys of its heads."""
-        tiles = self.tiles
-        own = self._view(x, tiles.keys, tiles.key, tiles.key_shift, tiles.key_step)
-        return [own, *(part.keys_of(x[self.heads])[:, 0] for part in tiles.shared)]
 
     def _view(self, x: Tensor, count: int, first: int, shift: int, step: int) -> Tensor:
         head, s, *inner = x.stride()
@@ -320,14 +311,17 @@ class Piece:
 
     def in_order(self, x: Float[Tensor, "t r *d"]) -> Float[Tensor, "t r *d"]:
         """From the order of the rows to that in which they are loaded, and back."""
-        return x.flip(1) if self.reversed else x
+        return x.flip(1) if self.group.by_products else x
 
-    def load_keys(self, x: Tensor, name: str, buffers: Buffers) -> list[Tensor]:
-        return self.keys_of(x)
+    def load_keys(self, x: Float[Tensor, "heads m *d"], name: str, buffers: Buffers) -> list[Tensor]:
+        """The keys of its tiles, then the shared keys of its heads."""
+        tiles = self.tiles
+        own = self._view(x, tiles.keys, tiles.key, tiles.key_shift, tiles.key_step)
+        return [own, *(part.keys_of(x[self.heads])[:, 0] for part in tiles.shared)]
 
     def output(self, x: Tensor, name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """Contiguous memory for what `store` brings to x, its rows of a result: x itself where it can be."""
-        direct = self.fresh and x.is_contiguous() and not self.reversed
+        direct = self.fresh and x.is_contiguous() and not self.group.by_products
         return x if direct else buffers(name, *x.shape)
 
     def store(self, x: Tensor, value: Tensor) -> None:

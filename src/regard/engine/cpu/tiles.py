@@ -166,7 +166,7 @@ class Executor:
             piece.store(dq, kernels.mix(ds, k, piece.output(dq, "dq", self.buffers), alpha))
             return
         assert isinstance(piece, Piece)
-        if dq.is_contiguous() and not piece.reversed:
+        if dq.is_contiguous() and not piece.group.by_products:
             kernels.mix(ds, k, dq, alpha, add=True)
         else:
             dq.add_(piece.in_order(kernels.mix(ds, k, self.buffers("dq", *dq.shape), alpha)))

@@ -30,14 +30,14 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     """Fills o and lse."""
     if (one_query := decode(call)) is not None:
         return DevicePasses((), True), one_query
-    task, (b, h, h_kv, n, *_) = call.task, call.sizes
+    task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
     config, (q, k, v), o = task.configs.forward, call.tensors[:3], call.output
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
     if takes_hopper(call):
         from .hopper.launches import forward as launches_of  # it imports Gluon
 
         route, launches, parts = launches_of(call)
-        return route, Program(inputs, launches, _parts(call, parts), call.device)
+        return route, Program(inputs, launches, _parts(b * h * parts, d_v), call.device)
     route = passes(call, config, False)
     wide, launches = exceeds_int32(q, k, v, o), []
     for step in route.steps:
@@ -48,27 +48,29 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
             S=_static(call, step, config, wide),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", *PARTS, *TERMS, step.work.items, step.work.blocks
-        launches += [(attend, names), _merge(call, config, step, step.work.joins)]
+        launches += [(attend, names), _merge(o, step.work.joins, config, (task.start, task.step), step)]
     parts = config.tile * max((step.work.slots for step in route.steps), default=0)
-    return route, Program(inputs, launches, _parts(call, parts), call.device)
+    return route, Program(inputs, launches, _parts(b * h * parts, d_v), call.device)
 
 
-def _parts(call: CallLayout, rows: int) -> dict[str, int]:
-    """The workspace for the parts of split tiles, if those of a head have so many rows."""
-    (b, h, *_, d_v) = call.sizes
-    return dict(zip(PARTS, (b * h * rows * padded(d_v), b * h * rows)))
+def _parts(rows: int, d_v: int) -> dict[str, int]:
+    """The workspace for the parts of split tiles, if those of all heads have so many rows."""
+    return dict(zip(PARTS, (rows * padded(d_v), rows)))
 
 
 def _merge(
-    call: CallLayout, config: Config, step: DevicePass, joins: Tensor, early: bool = False
-) -> tuple[Launch, Arguments]:
-    """Merges the parts of split tiles. early: it may start before the kernel that writes them has ended."""
-    task, (b, h, _, n, _, _, d_v), o = call.task, call.sizes, call.output
+    out: Layout, joins: Tensor, config: Config, at: tuple[int, int], step: DevicePass | None = None,
+    early: bool = False,
+) -> tuple[Launch, Arguments]:  # fmt: skip
+    """Merges the parts of split tiles. at: start and step of the queries; step: None if there is no pass before.
+
+    early: it may start before the kernel that writes the parts has ended.
+    """
+    b, h, n, d_v = out.shape
     launch = Launch(
-        merge_kernel, len(joins) * b * h * (config.tile // MERGED), config,
-        *o.strides, h, b * h, n, task.start, task.step, early=early,
-        keep=_kept(step), R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), ACCUMULATES=step.accumulates,
-        WIDE=exceeds_int32(*call.tensors, o), EARLY=early,
+        merge_kernel, len(joins) * b * h * (config.tile // MERGED), config, *out.strides, h, b * h, n, *at,
+        keep=_kept(step), R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), WIDE=exceeds_int32(out),
+        ACCUMULATES=step is not None and step.accumulates, EARLY=early, early=early,
     )  # fmt: skip
     return launch, ("o", "lse", *PARTS, joins)
 
@@ -95,16 +97,11 @@ def decode(call: CallLayout) -> Program | None:
     )  # fmt: skip
     launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, "lengths", "at"))]
     if pieces > 1:
-        total = Launch(
-            merge_kernel, heads * (rows // MERGED), config, h * d_v, group * d_v, d_v, h_kv, heads, group, 0, 0,
-            early=early, keep=None, R=rows, SLICE=MERGED, d_v=d_v, DV=padded(d_v), ACCUMULATES=False, WIDE=False,
-            EARLY=early,
-        )  # fmt: skip
         join = torch.tensor([[0, 1, group, 0, pieces, 0, 0, 0]], dtype=torch.int32, device=call.device)
-        launches.append((total, ("o", "lse", *PARTS, join)))
+        launches.append(_merge(contiguous(b, h_kv, group, d_v), join, config, (0, 0), early=early))
     parts = pieces * heads * rows if pieces > 1 else 0
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
-    return Program(inputs, launches, dict(zip(PARTS, (parts * padded(d_v), parts))), call.device)
+    return Program(inputs, launches, _parts(parts, d_v), call.device)
 
 
 def backward(call: CallLayout) -> Backward:
@@ -121,8 +118,7 @@ def passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
 
 
 def general_backward(call: CallLayout) -> Backward:
-    b, h, h_kv, n, m, d_k, d_v = call.sizes
-    task, device, reach = call.task, call.device, call.task.reach or 0
+    (b, h, _, n, *_), task, device, reach = call.sizes, call.task, call.device, call.task.reach or 0
     by_queries, by_keys = passes(call, task.configs.dq, False), passes(call, task.configs.dkv, True)
     for_queries, part = gradients(call, by_queries, task.configs.dq, FOR_QUERIES)
     for_keys, part_of_keys = gradients(call, by_keys, task.configs.dkv, FOR_KEYS)
@@ -138,15 +134,10 @@ def general_backward(call: CallLayout) -> Backward:
     workspace = {"stats": b * h * n * 4, "part": max(part, part_of_keys)}
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv", *sums
     program = Program(inputs, launches, workspace, device, zeroed=not by_queries.covers)
-    outs = [
-        (torch.empty if route.covers else torch.zeros, shape)
-        for route, shape in (
-            (by_queries, (b, h, n, d_k)), (by_keys, (b, h_kv, m, d_k)), (by_keys, (b, h_kv, m, d_v)),
-        )
-    ]  # fmt: skip
+    makers = [torch.empty if route.covers else torch.zeros for route in (by_queries, by_keys, by_keys)]
 
-    def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        made = [make(shape, dtype=call.dtype, device=device) for make, shape in outs]
+    def outputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        made = [make(like.shape, dtype=call.dtype, device=device) for make, like in zip(makers, x)]
         if call.bias_gradient:
             made += torch.zeros((sum(counts), b, h, 4), device=device).split(counts)
         if learns_table:
@@ -275,8 +266,8 @@ def _static(call: CallLayout, step: DevicePass, config: Config, wide: bool) -> S
     )  # fmt: skip
 
 
-def _kept(step: DevicePass) -> Any:
-    return None if step.keep is None else compiled(step.keep)
+def _kept(step: DevicePass | None) -> Any:
+    return None if step is None or step.keep is None else compiled(step.keep)
 
 
 def _numbers(call: CallLayout) -> tuple[Any, ...]:
@@ -321,17 +312,17 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     from .hopper.launches import dkv, dq  # it imports Gluon
 
     dtype, device, (q, k) = call.dtype, call.device, (x.shape for x in call.tensors[:2])
-    by_queries, for_queries, part, counters = dq(call)
-    by_keys, for_keys, parts = dkv(call)
+    by_queries, for_queries, of_queries = dq(call)
+    by_keys, for_keys, of_keys = dkv(call)
     rows = math.prod(q[:3])
-    workspace = {"lse2": rows, "delta": rows, "part": part, "counters": counters} | parts
+    workspace = {"lse2": rows, "delta": rows} | of_queries | of_keys
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
     launches = for_queries + for_keys
     if by_queries.apart and not by_keys.joins:  # sums in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is sum_kernel)
-    zeroed = make is torch.zeros or counters > 0 or "counters_of_keys" in parts
-    program = Program(inputs, launches, workspace, device, zeroed=zeroed)
+    counted = of_queries["counters"] or of_keys["counters_of_keys"]
+    program = Program(inputs, launches, workspace, device, zeroed=make is torch.zeros or counted > 0)
     one_tensor = any(launch.kernel is sum_kernel for launch, _ in for_keys)
     if make is torch.empty and not one_tensor and all(x == contiguous(*x.shape) for x in call.tensors[:3]):
         return _like_inputs, program

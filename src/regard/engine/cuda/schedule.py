@@ -295,18 +295,14 @@ def device_passes(place: Place, config: Config, by_keys: bool, device: torch.dev
     sides = _Sides(start, step, by_keys)
     written = np.zeros(m if by_keys else n, dtype=bool)
     steps: list[DevicePass] = []
-    covers = False
     for one, keep in _kept_passes(place, config.tile, by_keys):
         work, tiles = schedule(one, config, sides, device)
         if not len(tiles):
             continue
         mine = _owned(tiles, keep, sides)
-        accumulates = bool(written[mine].any())
-        covers = covers or (not accumulates and not steps and len(mine) == len(written))
-        covered = bool(written[mine].all())
+        steps.append(DevicePass(work, keep, bool(written[mine].any()), bool(written[mine].all())))
         written[mine] = True
-        steps.append(DevicePass(work, keep, accumulates, covered))
-    covers = covers or (bool(written.all()) and not any(s.accumulates for s in steps))
+    covers = bool(written.all()) and all(x.covered or not x.accumulates for x in steps)
     return DevicePasses(tuple(steps), covers)
 
 

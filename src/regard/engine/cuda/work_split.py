@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Pattern, Run, full
+from ...pattern import Run, full
 from ...progression import FAR, Ints
 from .call import Layout, exceeds_int32
 from .mask import LOWER, UPPER, band
 from .schedule import BEGINS, EMPTY_LIST, ITEM, MIN_SPLIT, DevicePass, DevicePasses, Schedule, repeated
+from .tile_lists import MEMBERS
 
 MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
 PIECE = 8  # blocks of one piece of a split tile
-MEMBERS = 64  # of a full block of the kernels for Hopper
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
 MAX_POSITION = 1 << 28  # the kernels treat larger positions as "no bound"
 
@@ -98,7 +98,10 @@ def split_work(
         else:
             order = np.arange(len(size)) if work.ordered else np.argsort(-size, kind="stable")
             program_of = _in_turn(order, size, k, dynamic_share, multiple)
-        tile, begin, end, program_of = _whole_tiles(size, program_of, backwards).T
+        # Tiles in order, or backwards: those that run at the same time are of one head and share keys in the cache.
+        order = np.arange(len(size))[:: -1 if backwards else 1]
+        tile = order[np.argsort(program_of[order], kind="stable")]
+        begin, end, program_of = np.zeros_like(tile), size[tile], program_of[tile]
     length = end - begin
     starts, total = np.cumsum(length) - length, int(length.sum())
     parted = np.bincount(tile, minlength=len(size))[tile] > 1
@@ -133,17 +136,6 @@ def split_work(
     slots = move(each)
     lists = slots if work.lists is None else work.lists.words
     return WorkSplit(move(blocks), move(runs), slots, move(joins), int(parted.sum()), lists)
-
-
-def _whole_tiles(size: Ints, program_of: Ints, backwards: bool) -> Ints:
-    """Whole tiles in the order of execution, program by program: tile, 0, its size, its program.
-
-    Each program runs its tiles in order, or backwards, so that tiles that run at the same time are of one head and
-    share keys in the cache.
-    """
-    order = np.arange(len(size))[:: -1 if backwards else 1]
-    order = order[np.argsort(program_of[order], kind="stable")]
-    return np.column_stack([order, np.zeros_like(order), size[order], program_of[order]])
 
 
 def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles_each: int) -> Ints:
@@ -376,14 +368,18 @@ def flatten_heads(
 
     With 16 heads and 396 programs a head has 24 programs, and 12 are idle. Flattened, every program has work and the
     long tiles of all heads start first. Row r of head h becomes row h·n + r, and so does its position in the mask.
+    If programs share tiles, heads stay apart, so that the programs of a head read the same rows at the same time.
     step: between the positions of two queries; those of two keys are 1 apart, so it must be 1.
     """
     b, h, n, _ = layouts[0].shape
     times = b * h
-    if times == 1 or step != 1 or times * len(one.work.blocks) > MAX_BLOCKS or times * n > MAX_POSITION:
+    too_long = times * len(one.work.blocks) > MAX_BLOCKS or times * n > MAX_POSITION
+    if times == 1 or step != 1 or one.work.slots or too_long:
         return one, layouts
-    words, long = [p for p in (one.work.pattern, one.keep) if p is not None], as_one_head(layouts)
-    if long is None or not all(is_shift_invariant(p, n) for p in words):
+    long = as_one_head(layouts)
+    # Patterns must allow the same pairs when i and j both shift by n.
+    periods = [p.shift_period for p in (one.work.pattern, one.keep) if p is not None]
+    if long is None or not all(k > 0 and n % k == 0 for k in periods):
         return one, layouts
     return replace(one, work=repeated(one.work, times, n)), long
 
@@ -391,8 +387,3 @@ def flatten_heads(
 def _heads_are_contiguous(x: Layout) -> bool:
     b, h, n, _ = x.shape
     return (h == 1 or x.stride[1] == n * x.stride[2]) and (b == 1 or x.stride[0] == h * n * x.stride[2])
-
-
-def is_shift_invariant(pattern: Pattern, n: int) -> bool:
-    """Whether the pattern allows the same pairs when i and j both shift by n."""
-    return pattern.shift_period > 0 and n % pattern.shift_period == 0

@@ -14,6 +14,7 @@ from .forward import (
     _keys,
     _mine,
     _note,
+    _of_tile,
     _put_part,
     _row,
     _spot,
@@ -39,7 +40,6 @@ from .static import (
     list_of,
     listed_rows,
     load_words,
-    member,
     read_words,
     wait_for,
     word,
@@ -54,13 +54,6 @@ AHEAD = gl.constexpr(4)  # parts whose loads do not wait for one another
 def _tile(words):
     """First row, step and number of rows of a block's tile."""
     return word(words, 10), word(words, 11), (word(words, 9) >> 8) & 255
-
-
-@gluon.jit
-def _of_tile(words, LAYOUT: gl.constexpr, S: gl.constexpr):
-    """The rows of a block's tile; past its end, the last row again."""
-    first, hop, count = _tile(words)
-    return member(first, hop, gl.minimum(gl.arange(0, S.R, layout=LAYOUT), count - 1), S)
 
 
 @gluon.jit
@@ -82,8 +75,8 @@ def _two(KIND: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 def _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, words, q_n, do_n, o_n, S: gl.constexpr):
     """Start to copy q, do, o and lse of a block's tile; instead of o and lse, what an earlier pass derived."""
     qs, dos, os, lses, deltas = tile
-    x = _of_tile(words, gl.SliceLayout(1, S.LOAD), S)
-    flat = _of_tile(words, S.FLAT, S)
+    x = _of_tile(_tile(words), gl.SliceLayout(1, S.LOAD), S)
+    flat = _of_tile(_tile(words), S.FLAT, S)
     _copy(qs, Q, x, q_n, S)
     _copy(dos, DO, x, do_n, S)
     if S.COVERED:
@@ -348,27 +341,6 @@ def _fetch_rows(place, row, word, c, flat, given, S: gl.constexpr, WAITS: gl.con
 
 
 @gluon.jit
-def _close_keys(
-    DK, DV, PART, SLOTS, words, t, place_k, place_v, dk, dv, bh, all_heads, stride, joins, S: gl.constexpr
-):  # fmt: skip
-    """Write dk and dv of the tile of block t, or its share of them."""
-    first, hop, count = _tile(words)
-    x, mine = _mine(first, hop, count, 0, 1, gl.SliceLayout(1, S.LOAD), S)
-    if S.SPLIT:
-        slot = gl.load(SLOTS + t)
-        if slot >= 0:
-            at = 2 * slot.to(gl.int64) * all_heads + bh
-            _put_part(PART, at * S.R, dk, S.R)
-            _put_part(PART, (at + all_heads) * S.R, dv, S.R)
-        else:
-            _put(DK, place_k, dk, x, mine, stride, joins, S)
-            _put(DV, place_v, dv, x, mine, stride, joins, S)
-    else:
-        _put(DK, place_k, dk, x, mine, stride, joins, S)
-        _put(DV, place_v, dv, x, mine, stride, joins, S)
-
-
-@gluon.jit
 def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexpr):
     """Add block t, whose rows are in `here`, to dk and dv; the next is copied to the other half of the ring."""
     dk, dv, first, hop, mark, lines, pending = state
@@ -402,7 +374,7 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     product_k = warpgroup_mma(right, qs, dk, is_async=True)
     if ends & (t < last):
         barrier()
-        x = _of_tile(read_words(ring, t + 1), gl.SliceLayout(1, S.LOAD), S)
+        x = _of_tile(_tile(read_words(ring, t + 1)), gl.SliceLayout(1, S.LOAD), S)
         _copy(ks, K, x, k_m, S)
         _copy(vs, V, x, v_m, S)
     async_copy.commit_group()
@@ -411,13 +383,22 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     dv, dk = warpgroup_mma_wait(0, deps=[product_v, product_k])
     if ends:
         barrier()
-        words = read_words(ring, t)
-        _close_keys(DK, DV, PART, SLOTS, words, t, qs, dos, dk * scale, dv, bh, all_heads, dk_m, joins, S)
+        first, hop, count = _tile(read_words(ring, t))
+        dk = dk * scale
+        x, mine = _mine(first, hop, count, 0, 1, gl.SliceLayout(1, S.LOAD), S)
+        slot = -1
+        if S.SPLIT:
+            slot = gl.load(SLOTS + t)
+            if slot >= 0:
+                at = 2 * slot.to(gl.int64) * all_heads + bh
+                _put_part(PART, at * S.R, dk, S.R)
+                _put_part(PART, (at + all_heads) * S.R, dv, S.R)
+        if slot < 0:
+            _put(DK, qs, dk, x, mine, dk_m, joins, S)
+            _put(DV, dos, dv, x, mine, dk_m, joins, S)
         pending = gl.where(counts > 0, counter, -1) if S.CHAINED else 0
-        dk, dv = (
-            gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
-            gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
-        )
+        dk = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
+        dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
         first, hop, _ = _tile(read_words(ring, gl.minimum(t + 1, last)))
     return dk, dv, first, hop, coming, _lines(ahead, LISTS, S), pending
 
@@ -453,7 +434,7 @@ def hopper_dkv(
     dk, dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT), gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     ring, words = word_ring(), load_words(CHUNKS + 4, 0, S)
     row, mark = _row(words, S)
-    x = _of_tile(words, gl.SliceLayout(1, S.LOAD), S)
+    x = _of_tile(_tile(words), gl.SliceLayout(1, S.LOAD), S)
     _copy(ks, K, x, k_m, S)
     _copy(vs, V, x, v_m, S)
     rows = Q, DO, LSE2, DELTA, LISTS, q_h, q_n, do_h, do_n, n, start, step
@@ -468,10 +449,8 @@ def hopper_dkv(
     given = K, V, DK, DV, PART, SLOTS, BLOCKS, ring, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
-        here, other = (
-            (qr.index(at), dor.index(at), l0, s0, i0),
-            (qr.index(1 - at), dor.index(1 - at), l1, s1, i1),
-        )
+        here = qr.index(at), dor.index(at), l0, s0, i0
+        other = qr.index(1 - at), dor.index(1 - at), l1, s1, i1
         state = _visit_rows(state, t, last, ks, vs, here, other, rows, given, S)
         state = _visit_rows(state, t + 1, last, ks, vs, other, here, rows, given, S)
     count_last_tile(PART, state[6], S)

@@ -64,9 +64,9 @@ def _tile(row, marks):
 
 
 @gluon.jit
-def _of_tile(row, marks, LAYOUT: gl.constexpr, S: gl.constexpr):
-    """The rows of a block's tile; past its end, the last row again."""
-    first, hop, count = _tile(row, marks)
+def _of_tile(tile, LAYOUT: gl.constexpr, S: gl.constexpr):
+    """The rows of a tile; past its end, the last row again."""
+    first, hop, count = tile
     return member(first, hop, gl.minimum(gl.arange(0, S.R, layout=LAYOUT), count - 1), S)
 
 
@@ -360,29 +360,11 @@ def _copy_block(place, X, spot, stride, c, S: gl.constexpr):
 def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
     """If this block begins a tile, start to copy its queries."""
     if (marks & BEGINS) != 0:
-        x = _of_tile(row, marks, gl.SliceLayout(1, S.LOAD), S)
+        x = _of_tile(_tile(row, marks), gl.SliceLayout(1, S.LOAD), S)
         if S.d == S.D:
             fetch(qs, _addresses(Q, x * q_n, S.D))
         else:
             _copy(qs, Q, x, q_n, S)
-
-
-@gluon.jit
-def _first_copies(
-    qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, LISTS, lo, last, q_n, k_m, v_m, c, flat, S: gl.constexpr
-):  # fmt: skip
-    """Queries, keys and values of block `lo`; the words of the next, whose tests are noted."""
-    row, marks = _row(load_words(CHUNKS + 4, 0, S), S)
-    following, coming = _row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
-    _fetch_queries(qs, Q, row, marks, q_n, S)
-    spot = _spot(row, c, LISTS, S)
-    _note(noted.index(lo % 2), row, marks, flat, S)
-    _copy_block(ks, K, spot, k_m, c, S)
-    async_copy.commit_group()
-    _copy_block(vs.index(0), V, spot, v_m, c, S)
-    async_copy.commit_group()
-    _note(noted.index((lo + 1) % 2), following, coming, flat, S)
-    return row, spot, marks, following, coming
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
@@ -406,16 +388,22 @@ def hopper_forward(
     KIND: gl.constexpr = Q.dtype.element_ty
     qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     ks = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
-    VALUES: gl.constexpr = (
-        1 if S.D == 256 else 2
-    )  # blocks; if 1, the next is copied when the product has ended
+    # Blocks; if there is one, the next is copied when the product has ended.
+    VALUES: gl.constexpr = 1 if S.D == 256 else 2
     vs = gl.allocate_shared_memory(KIND, [VALUES, S.R, S.D], S.SHARED)
     noted = gl.allocate_shared_memory(gl.int32, [2, S.R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
     acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    row, begun, mark, following, coming = _first_copies(
-        qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, LISTS, lo, last, q_n, k_m, v_m, c, flat, S
-    )
+    row, mark = _row(load_words(CHUNKS + 4, 0, S), S)
+    following, coming = _row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
+    _fetch_queries(qs, Q, row, mark, q_n, S)
+    begun = _spot(row, c, LISTS, S)
+    _note(noted.index(lo % 2), row, mark, flat, S)
+    _copy_block(ks, K, begun, k_m, c, S)
+    async_copy.commit_group()
+    _copy_block(vs.index(0), V, begun, v_m, c, S)
+    async_copy.commit_group()
+    _note(noted.index((lo + 1) % 2), following, coming, flat, S)
     first, hop, _ = _tile(row, mark)
     next_first, next_hop, _ = _tile(following, coming)
     row, after = _row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)

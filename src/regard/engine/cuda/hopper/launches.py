@@ -1,18 +1,18 @@
 """The launches of the kernels for Hopper; this module imports Gluon, the language of these kernels."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, padded
-from ..launches import PARTS, SLICE, Launches, _kept, _merge, _multiprocessors, _sum, passes
+from ..call import CallLayout, Config, Layout, base2, contiguous, padded
+from ..launches import PARTS, Launches, _merge, _multiprocessors, _sum, passes
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..tile_lists import in_boxes
-from ..triton.backward import sum_kernel
 from ..triton.forward import merge_kernel
-from ..work_split import WorkSplit, as_one_head, by_length, chain, flatten_heads, mix, split_work
+from ..work_split import WorkSplit, by_length, chain, flatten_heads, mix, split_work
 from .backward import hopper_dkv, hopper_dq
 from .forward import hopper_forward
 from .static import hopper_static, keep
@@ -47,8 +47,9 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
     route, at_a_time = hopper_passes(call, config, False), programs_at_a_time(config, call.device)
     launches: Launches = []
     mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
-    flattened = _flattened(call, route) if mixed is None else [mixed[:3]]
-    apart = route.apart and mixed is None
+    flat_heads = ((step, *flatten_heads(step, task.step, call.tensors)) for step in route.steps)
+    flattened = list(flat_heads) if mixed is None else [mixed[:3]]
+    apart, place = route.apart and mixed is None, (task.start, task.step)
     for nth, (step, flat, (q, k, v)) in enumerate(flattened):
         (b, h, n, d), h_kv, late = q.shape, k.shape[1], apart and nth > 0
         # Every second pass runs backwards: it begins with rows that are still in the cache.
@@ -67,86 +68,77 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
             ),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot, cut.lists
-        launches += [(launch, names), _merge(call, config, step, cut.joins, early=True)]
+        launches += [(launch, names), _merge(call.output, cut.joins, config, place, step, early=True)]
         parts = max(parts, cut.slots * config.tile)
     if apart:  # merged in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is merge_kernel)
     return route, launches, parts
 
 
-Flattened = list[tuple[DevicePass, DevicePass, tuple[Layout, ...]]]
+def gradient_passes(
+    call: CallLayout, config: Config, by_keys: bool
+) -> tuple[DevicePasses, list[tuple[DevicePass, tuple[Layout, ...]]], int]:
+    """The passes; each with flattened heads if possible, and the layouts of its tensors; and 0. Or else all as one,
+    and the number of counters that its tiles wait for."""
+    route, place = hopper_passes(call, config, by_keys), (call.task.start, call.task.step)
+    chained = chain(route, call.tensors, place, by_keys, programs_at_a_time(config, call.device))
+    if chained is not None:
+        return route, [chained[:2]], chained[2]
+    return route, [flatten_heads(step, place[1], call.tensors) for step in route.steps], 0
 
 
-def _flattened(call: CallLayout, route: DevicePasses) -> Flattened:
-    """Each pass, the same pass with flattened heads if possible, and the layouts of its tensors.
-
-    If programs share tiles, heads are not flattened, so that the programs of a head read the same rows at the same
-    time.
-    """
-    made: Flattened = []
-    for step in route.steps:
-        flat = (step, call.tensors) if step.work.slots else flatten_heads(step, call.task.step, call.tensors)
-        made.append((step, *flat))
-    return made
-
-
-def dq(call: CallLayout) -> tuple[DevicePasses, Launches, int, int]:
+def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     """Fills dq and, for dk and dv, lse2 (lse in base 2) and delta (Σ do ∘ o − dlse).
 
-    Returns the passes, their launches, the size of the buffer for parts of split tiles, and the number of counters.
+    Returns the passes, their launches, and the workspace for the parts of split tiles and for counters.
     """
     task, parts = call.task, 0
     config: Any = task.configs.hopper_dq
-    route, launches = hopper_passes(call, config, False), []
-    dlse, at_a_time = "dlse" if call.has_dlse else "lse", programs_at_a_time(config, call.device)
-    chained = chain(route, call.tensors, (task.start, task.step), False, at_a_time)
-    flattened = _flattened(call, route) if chained is None else [(route.steps[0], *chained[:2])]
-    counters = 0 if chained is None else chained[2]
-    for nth, (step, flat, (q, k, v, o, do)) in enumerate(flattened):
+    route, flattened, counters = gradient_passes(call, config, False)
+    launches: Launches = []
+    at_a_time = programs_at_a_time(config, call.device)
+    for nth, (step, (q, k, v, o, do)) in enumerate(flattened):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
-        cut = split_work(flat.work, b * h, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
+        cut = split_work(step.work, b * h, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
         launch = Launch(
             hopper_dq, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
             h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
             early=not counters, cooperative=counters > 0,
-            S=hopper_static(flat, config, call)._replace(
+            S=hopper_static(step, config, call)._replace(
                 HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0, LATE=route.apart and nth > 0
             ),
         )  # fmt: skip
         made = "lse2", "delta", "dq", "counters" if counters else "part"
         tables = cut.chunks, cut.blocks, cut.slot, cut.lists
-        names = "q", "k", "v", "o", "do", "lse", dlse, *made, *tables
+        names = "q", "k", "v", "o", "do", "lse", "dlse", *made, *tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
         total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step))
         launches += [(launch, names), (total, ("dq", "part", cut.joins))]
         parts = max(parts, cut.slots * b * h * config.tile * width)
-    return route, launches, parts, counters
+    return route, launches, {"part": parts, "counters": counters}
 
 
 def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
-    """Fills dk and dv. Returns the passes, their launches, and the workspace for the parts of split tiles.
+    """Fills dk and dv. Returns the passes, their launches, and the workspace as `dq` does.
 
     Split tiles come first, unless a pass continues from an earlier one: the next launch adds up their parts if it
     can, otherwise a separate launch does.
     """
     b, h_kv, m, d = call.tensors[1].shape
     config: Any = call.task.configs.hopper_dkv
-    route = hopper_passes(call, config, True)
+    route, flattened, counters = gradient_passes(call, config, True)
+    if not route.joins:
+        flattened.sort(key=lambda x: not x[0].work.slots)
+    added = [False, *(_adds(x, y) for (x, _), (y, _) in pairwise(flattened)), False]
     both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
-    steps = list(route.steps) if route.joins else sorted(route.steps, key=lambda x: not x.work.slots)
     launches: Launches = []
-    workspace: dict[str, int] = {}
-    place, at_a_time = (call.task.start, call.task.step), programs_at_a_time(config, call.device)
-    if (chained := chain(route, call.tensors, place, True, at_a_time)) is not None:
-        cut, launch = _by_keys(call, chained[0], None, 0)
-        made, tables = ("dk", "dv", "counters_of_keys"), (cut.chunks, cut.blocks, cut.slot, cut.lists)
-        launches = [(launch, ("q", "k", "v", "do", "lse2", "delta", *made, *tables))]
-        return route, launches, {"counters_of_keys": chained[2]}
-    part, before = "delta", None  # a launch without parts is given a buffer that it does not read
-    for nth, step in enumerate(steps):
-        adds = before if _adds(steps, nth) else None
-        cut, launch = _by_keys(call, step, adds, nth)
+    workspace = {"counters_of_keys": counters}
+    # A launch without parts and counters is given a buffer that it does not read.
+    part, before = "counters_of_keys" if counters else "delta", None
+    for nth, (step, tensors) in enumerate(flattened):
+        adds = before if added[nth] else None
+        cut, launch = _by_keys(call, step, tensors, adds, nth)
         if cut.slots:
             part = f"part{nth}"
             workspace[part] = cut.slots * 2 * b * h_kv * config.tile * padded(d)
@@ -154,37 +146,26 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         tables = cut.chunks, cut.blocks, slots, cut.lists
         names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, *tables
         launches.append((launch, names))
-        if cut.slots and not _adds(steps, nth + 1):
-            total = Launch(
-                sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
-                *both.strides, h_kv, 2 * b * h_kv, 0, 1, 0, keep=_kept(step), R=config.tile, SLICE=SLICE,
-                d=d, D=padded(d), PART_WIDTH=padded(d), ACCUMULATES=step.accumulates, WIDE=exceeds_int32(both),
-            )  # fmt: skip
+        if cut.slots and not added[nth + 1]:
+            total = _sum(both, (0, padded(d)), step, cut.joins, config, (0, 1))
             launches.append((total, ("dk", part, cut.joins)))
         before = step, cut.joins
     return route, launches, workspace
 
 
-def _adds(steps: list[DevicePass], at: int) -> bool:
-    """Whether step `at` adds up the parts that the previous one has left: it has no parts of its own, and neither of
-    the two continues from earlier results."""
-    if not 0 < at < len(steps):
-        return False
-    before, step = steps[at - 1 : at + 1]
+def _adds(before: DevicePass, step: DevicePass) -> bool:
+    """Whether `step` adds up the parts that the previous one has left: it has no parts of its own, and neither of the
+    two continues from earlier results."""
     return before.work.slots > 0 and not (step.work.slots or step.accumulates or before.accumulates)
 
 
 def _by_keys(
-    call: CallLayout, step: DevicePass, left: tuple[DevicePass, Tensor] | None, nth: int
-) -> tuple[WorkSplit, Launch]:
+    call: CallLayout, step: DevicePass, tensors: tuple[Layout, ...], left: tuple[DevicePass, Tensor] | None, nth: int
+) -> tuple[WorkSplit, Launch]:  # fmt: skip
     """The launch of pass `nth` of dk and dv; left: the pass before and its joins, if this one adds up its parts."""
     task, h, (rows, h_kv, m) = call.task, call.tensors[0].shape[1], call.tensors[1].shape[:3]
     config: Any = task.configs.hopper_dkv
-    chained = step.work.chained
-    if chained:
-        q, k, v, _, do = as_one_head(call.tensors)
-    else:
-        ((_, step, (q, k, v, _, do)),) = _flattened(call, DevicePasses((step,), True))
+    chained, (q, k, v, _, do) = step.work.chained, tensors
     (b, heads, _, _), group = k.shape, h // h_kv
     at_a_time = programs_at_a_time(config, call.device)
     short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time

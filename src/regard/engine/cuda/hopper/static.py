@@ -163,22 +163,17 @@ HIDDEN = gl.constexpr(-1e38)  # added to a score, so that its weight is 0
 
 
 @gluon.jit
-def _sign(x, c):
-    """x + c clamped to [0, 1], for whole numbers: x differs by thread, c is a constant for the compiler."""
-    return gl.inline_asm_elementwise("add.sat.f32 $0, $1, $2;", "=f,f,f", [x, c], gl.float32, True, 1)
-
-
-@gluon.jit
 def _past(like, row: gl.constexpr, place: gl.constexpr, beyond):
     """1 where row · the number of the row + place · that of the place is past `beyond`, else 0.
 
-    What is common to the rows and places of a thread is computed once.
+    A sum clamped to [0, 1], of what differs by thread and is computed once, and of a constant for the compiler.
     """
     MMA: gl.constexpr = like.type.layout
     r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, MMA))[:, None]
     c = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, MMA))[None, :]
     own, known = place * (c & 6) + row * (r & ~8), place * (c & ~6) + row * (r & 8)
-    return _sign((own - beyond).to(gl.float32), known.to(gl.float32))
+    both = [(own - beyond).to(gl.float32), known.to(gl.float32)]
+    return gl.inline_asm_elementwise("add.sat.f32 $0, $1, $2;", "=f,f,f", both, gl.float32, True, 1)
 
 
 @gluon.jit
@@ -248,10 +243,8 @@ def bits_of(at, like, S: gl.constexpr):
     if S.spread is not None:
         y = like.reshape([S.R, S.R // 8, 4, 2])
         EACH: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
-        r, quarter = (
-            gl.arange(0, S.R, layout=gl.SliceLayout(1, EACH)),
-            gl.arange(0, 4, layout=gl.SliceLayout(0, EACH)),
-        )
+        r = gl.arange(0, S.R, layout=gl.SliceLayout(1, EACH))
+        quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, EACH))
         return gl.load(at + S.R + 4 * r[:, None] + quarter[None, :])
     else:
         return 0

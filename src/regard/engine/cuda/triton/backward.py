@@ -73,9 +73,8 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     −reach and below, at reach and above, and Σ ds |j − i|.
     """
     Q, K, V, O, DO, LSE, DLSE, STATS, DQ, _, _, PART, FAR = tensors
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n = strides[
-        :18
-    ]
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n = strides[:15]
+    dq_b, dq_h, dq_n = strides[15:18]
     ITEMS, MEMBERS, BLOCKS, skipped = tables
     LIMITS, TABLE, SLOPES, seed, reach, below, boost = extras
     heads, all_heads, n, start, step, scale, factors = sizes
@@ -137,75 +136,21 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
 
 
 @triton.jit
-def _visit_rows(k, v, dk, dv, u, rows, blocks, keys, extras, sizes, S: tl.constexpr):
-    """Add block u of the rows of all heads of a group to dk and dv.
+def _for_keys(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
+    """dk and dv of a tile of keys of one key head, over the rows of each of its GROUP query heads in turn.
 
     Scores are stored as (keys, rows), so that weights and ds are left factors without a transpose.
     """
-    Q, DO, O, LSE, DLSE, STATS, q_h, q_n, do_h, do_n, o_h, o_n = rows
-    BLOCKS, lo, mid, hi = blocks
-    j, live, begins, latest, h, bh = keys
-    _, TABLE, SLOPES, seed, reach, below, boost = extras
-    _, _, n, start, step, _, factors = sizes
-    t = lo + u
-    if S.GROUP > 1:  # all blocks of the first head, then all of the next
-        t = lo + u % (hi - lo)
-        g = (u // (hi - lo)).to(tl.int64)
-        Q += g * q_h
-        DO += g * do_h
-        h, bh = h + g, bh + g.to(tl.int32)
-    r, valid = members(BLOCKS, t, S)
-    q = rows_of(Q, r, q_n, valid, S.d_k, S.DK, S.RAGGED, S.WIDE)
-    do = rows_of(DO, r, do_n, valid, S.d_v, S.DV, S.RAGGED, S.WIDE)
-    if S.SIDES == FOR_KEYS:
-        if S.GROUP > 1:
-            STATS += g * 4 * n
-        word = tl.arange(0, 4)
-        if S.RAGGED:
-            stats = tl.load(STATS + r[:, None] * 4 + word[None, :], mask=valid[:, None], other=0.0)
-        else:
-            stats = tl.load(STATS + r[:, None] * 4 + word[None, :])
-        lse2 = tl.sum(tl.where(word[None, :] == 0, stats, 0.0), 1)
-        delta = tl.sum(tl.where(word[None, :] == 1, stats, 0.0), 1)
-    else:
-        if S.GROUP > 1:
-            O, LSE, DLSE = O + g * o_h, LSE + g * n, DLSE + g * n
-        lse2, delta = row_numbers(LSE, DLSE, O, r, o_n, do, valid, S)
-    products = tl.dot(k, tl.trans(q), input_precision=S.PRECISION)
-    bias = bias_of(TABLE, SLOPES, h, reach, S.BIAS)
-    low, high = ends(BLOCKS, t, S)
-    scores, unit, slope = masked_scores(
-        products, (start + step * r)[None, :], j[:, None], live[:, None], valid[None, :], t >= mid,
-        begins - start - step * high, latest - start - step * low, bias, factors, S,
-    )  # fmt: skip
-    weights = tl.exp2(scores * unit - lse2[None, :])
-    kept = weights
-    if S.DROPS:
-        kept_pairs = is_kept((seed, bh, below, boost), r[None, :], j[:, None])
-        kept = tl.where(kept_pairs, weights * boost, 0.0)
-    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=S.PRECISION)
-    dweights = tl.dot(v, tl.trans(do), input_precision=S.PRECISION)
-    if S.DROPS:
-        dweights = tl.where(kept_pairs, dweights * boost, 0.0)
-    dscores = weights * (dweights - delta[None, :])
-    if S.CAPPED:
-        dscores *= slope
-    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=S.PRECISION)
-    return dk, dv
-
-
-@triton.jit
-def _for_keys(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
-    """dk and dv of a tile of keys of one key head, over the rows of each of its GROUP query heads in turn."""
     Q, K, V, O, DO, LSE, DLSE, STATS, _, DK_OUT, DV_OUT, PART, _ = tensors
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n = strides[:15]
     dk_b, dk_h, dk_m, dv_b, dv_h, dv_m = strides[18:]
     ITEMS, MEMBERS, BLOCKS, _ = tables
-    heads, all_heads, n, _, _, scale, _ = sizes
+    LIMITS, TABLE, SLOPES, seed, reach, below, boost = extras
+    heads, all_heads, n, start, step, scale, factors = sizes
     all_heads = all_heads // S.GROUP
     bh, b, h, w = head_of(pid, heads // S.GROUP, all_heads)
     j, in_tile, _, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, MEMBERS, w, 0, 1, S)
-    live = within(in_tile, j, limits_of(extras[0], b, S), S)
+    live = within(in_tile, j, limits_of(LIMITS, b, S), S)
     Q += b * q_b + h * S.GROUP * q_h
     K += b * k_b + h * k_h
     V += b * v_b + h * v_h
@@ -214,15 +159,58 @@ def _for_keys(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     DK_OUT += b * dk_b + h * dk_h
     DV_OUT += b * dv_b + h * dv_h
     row = bh.to(tl.int64) * S.GROUP * n
-    rows = Q, DO, O, LSE + row, DLSE + row, STATS + 4 * row, q_h, q_n, do_h, do_n, o_h, o_n
-    keys = j, live, begins, latest, h * S.GROUP, bh * S.GROUP
+    LSE, DLSE, STATS = LSE + row, DLSE + row, STATS + 4 * row
+    first_head, first_of_all = h * S.GROUP, bh * S.GROUP
 
     k = rows_of(K, j, k_m, live, S.d_k, S.DK, True, S.WIDE)
     v = rows_of(V, j, v_m, live, S.d_v, S.DV, True, S.WIDE)
     dk = tl.zeros((S.R, S.DK), tl.float32)
     dv = tl.zeros((S.R, S.DV), tl.float32)
     for u in range(S.GROUP * (hi - lo)):
-        dk, dv = _visit_rows(k, v, dk, dv, u, rows, (BLOCKS, lo, mid, hi), keys, extras, sizes, S)
+        t, head, of_all = lo + u, first_head, first_of_all
+        Q_HEAD, DO_HEAD, O_HEAD, LSE_HEAD, DLSE_HEAD, STATS_HEAD = Q, DO, O, LSE, DLSE, STATS
+        if S.GROUP > 1:  # all blocks of the first head, then all of the next
+            t = lo + u % (hi - lo)
+            g = (u // (hi - lo)).to(tl.int64)
+            Q_HEAD, DO_HEAD = Q + g * q_h, DO + g * do_h
+            head, of_all = head + g, of_all + g.to(tl.int32)
+        r, valid = members(BLOCKS, t, S)
+        q = rows_of(Q_HEAD, r, q_n, valid, S.d_k, S.DK, S.RAGGED, S.WIDE)
+        do = rows_of(DO_HEAD, r, do_n, valid, S.d_v, S.DV, S.RAGGED, S.WIDE)
+        if S.SIDES == FOR_KEYS:
+            if S.GROUP > 1:
+                STATS_HEAD = STATS + g * 4 * n
+            word = tl.arange(0, 4)
+            if S.RAGGED:
+                stats = tl.load(STATS_HEAD + r[:, None] * 4 + word[None, :], mask=valid[:, None], other=0.0)
+            else:
+                stats = tl.load(STATS_HEAD + r[:, None] * 4 + word[None, :])
+            lse2 = tl.sum(tl.where(word[None, :] == 0, stats, 0.0), 1)
+            delta = tl.sum(tl.where(word[None, :] == 1, stats, 0.0), 1)
+        else:
+            if S.GROUP > 1:
+                O_HEAD, LSE_HEAD, DLSE_HEAD = O + g * o_h, LSE + g * n, DLSE + g * n
+            lse2, delta = row_numbers(LSE_HEAD, DLSE_HEAD, O_HEAD, r, o_n, do, valid, S)
+        products = tl.dot(k, tl.trans(q), input_precision=S.PRECISION)
+        bias = bias_of(TABLE, SLOPES, head, reach, S.BIAS)
+        low, high = ends(BLOCKS, t, S)
+        scores, unit, slope = masked_scores(
+            products, (start + step * r)[None, :], j[:, None], live[:, None], valid[None, :], t >= mid,
+            begins - start - step * high, latest - start - step * low, bias, factors, S,
+        )  # fmt: skip
+        weights = tl.exp2(scores * unit - lse2[None, :])
+        kept = weights
+        if S.DROPS:
+            kept_pairs = is_kept((seed, of_all, below, boost), r[None, :], j[:, None])
+            kept = tl.where(kept_pairs, weights * boost, 0.0)
+        dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=S.PRECISION)
+        dweights = tl.dot(v, tl.trans(do), input_precision=S.PRECISION)
+        if S.DROPS:
+            dweights = tl.where(kept_pairs, dweights * boost, 0.0)
+        dscores = weights * (dweights - delta[None, :])
+        if S.CAPPED:
+            dscores *= slope
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=S.PRECISION)
     dk = dk * scale
     stored = in_tile
     if S.keep is not None:

@@ -284,34 +284,13 @@ def join(scores, unit, top, total, acc):
     return higher, total * fade + tl.sum(weights, 1), acc * fade[:, None], weights
 
 
-@triton.jit
-def _visit(
-    q, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, factors, top, total, acc, bias, begins, latest, dropout,
-    S: tl.constexpr,
-):  # fmt: skip
-    """Update the running softmax with one block of keys; top is the largest score so far (base 2), total the sum."""
-    j, valid, k = keys_of(K, k_m, BLOCKS, t, limits, S)
-    products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
-    low, high = ends(BLOCKS, t, S)
-    scores, unit, _ = masked_scores(
-        products, i[:, None], j[None, :], valid[None, :], valid[None, :], t >= mid, low - latest, high - begins,
-        bias, factors, S,
-    )  # fmt: skip
-    top, total, acc, weights = join(scores, unit, top, total, acc)
-    if S.DROPS:
-        weights = tl.where(is_kept(dropout, r[:, None], j[None, :]), weights * dropout[3], 0.0)
-    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS > 0, S.WIDE)
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
-    return top, total, acc
-
-
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, TABLE, SLOPES, seed, ITEMS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, cap2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of queries, blocks of keys."""
+    """Tiles of queries, blocks of keys; top is the largest score of a row so far (base 2), total the sum."""
     bh, b, h, w = head_of(tl.program_id(0), heads, all_heads)
     r, in_tile, i, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, ITEMS, w, start, step, S)
     a = tl.arange(0, S.R)
@@ -334,10 +313,18 @@ def forward_kernel(
         acc = rows_of(O, r, o_n, begun, S.d_v, S.DV, True, S.WIDE).to(tl.float32)
 
     for t in range(lo, hi):
-        top, total, acc = _visit(
-            q, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, (scale2, cap2), top, total, acc, bias, begins, latest,
-            dropout, S,
+        j, valid, k = keys_of(K, k_m, BLOCKS, t, limits, S)
+        products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
+        low, high = ends(BLOCKS, t, S)
+        scores, unit, _ = masked_scores(
+            products, i[:, None], j[None, :], valid[None, :], valid[None, :], t >= mid, low - latest, high - begins,
+            bias, (scale2, cap2), S,
         )  # fmt: skip
+        top, total, acc, weights = join(scores, unit, top, total, acc)
+        if S.DROPS:
+            weights = tl.where(is_kept(dropout, r[:, None], j[None, :]), weights * boost, 0.0)
+        v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS > 0, S.WIDE)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
 
     lse = (top + tl.log2(total)) * 0.6931471805599453  # log2(0) = −∞: an empty row
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
