@@ -1,0 +1,82 @@
+"""Calls as they are prepared for a Hopper GPU, where there is none."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from regard.engine.cuda import launches, mask, prepared
+from regard.engine.cuda.call import CallLayout, Layout, Task, contiguous, default
+from regard.engine.cuda.hopper import launches as hopper
+from regard.engine.cuda.hopper import static
+from regard.pattern import Pattern
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and how many programs the modeled GPU runs at a time. heads_inside: (b, n, h, d) in memory."""
+
+    pattern: Pattern
+    n: int
+    m: int = 0  # 0: as many as queries
+    d: int = 64
+    b: int = 1
+    h: int = 1
+    h_kv: int = 0  # 0: as many as query heads
+    start: int = 0
+    step: int = 1
+    programs: int = 132
+    heads_inside: bool = False
+
+    @property
+    def call(self) -> CallLayout:
+        task = Task(
+            self.pattern, self.start, self.step, 1.0, 0.0, None, default(self.d, self.d, torch.bfloat16)
+        )
+        q, k = self._layout(self.h, self.n), self._layout(self.h_kv or self.h, self.m or self.n)
+        call = CallLayout(task, (q, k, k), torch.bfloat16, torch.device("cpu"))
+        return call._replace(tensors=(q, k, k, call.output, call.output))
+
+    def _layout(self, h: int, n: int) -> Layout:
+        plain = contiguous(self.b, h, n, self.d)
+        return plain._replace(stride=(n * h * self.d, self.d, h * self.d, 1)) if self.heads_inside else plain
+
+
+class RecordedProgram(prepared.Program):
+    """What would be launched."""
+
+    def __init__(self, inputs, given, workspace, device, zeroed=False):
+        self.launches = [x for x in given if x[0].grid[0]]
+        self.workspace, self.zeroed = workspace, zeroed
+
+
+def numpy_function(word, arguments, body, jit, space) -> Any:
+    """In place of `mask.function`: the same text, run by NumPy."""
+    return eval(f"lambda {arguments}: {body}", dict.fromkeys(space, np))
+
+
+@contextmanager
+def modeled_gpu(programs: int) -> Iterator[None]:
+    """A Hopper GPU that runs so many programs at a time, for which nothing is compiled; empty tensors hold NaN."""
+    patches = [
+        (launches, "is_hopper", lambda device: True),
+        (launches, "Program", RecordedProgram),
+        (launches, "compiled", mask.compiled.__wrapped__),  # caches are left alone
+        (hopper, "programs_at_a_time", lambda config, device: programs),
+        (hopper, "keep", static.keep.__wrapped__),
+        (static, "keep", static.keep.__wrapped__),
+        (static, "tests", static.tests.__wrapped__),
+        (static, "function", numpy_function),
+        (mask, "function", numpy_function),
+        (prepared, "constants", lambda sizes: sizes),
+        (torch, "empty", lambda shape, **how: torch.full(shape, torch.nan, **how)),
+        (torch, "empty_like", lambda x: torch.full_like(x, torch.nan)),
+    ]
+    with ExitStack() as stack:
+        for holder, name, value in patches:
+            stack.enter_context(mock.patch.object(holder, name, value))
+        yield
