@@ -200,10 +200,9 @@ def boxes_by_length(call, config, by_keys):
     return by_length(route, hopper.programs_at_a_time(config, call.device))
 
 
-def adds_to_any(steps, at):
+def adds_to_any(before, step):
     """Without `before.accumulates`."""
-    before, step = steps[at - 1], steps[min(at, len(steps) - 1)]
-    return 0 < at < len(steps) and before.work.slots > 0 and not (step.work.slots or step.accumulates)
+    return before.work.slots > 0 and not (step.work.slots or step.accumulates)
 
 
 def merged_first(call):
