@@ -323,7 +323,7 @@ def test_faults_are_reported(name):
             check(case)
 
 
-# What the model found, and is not mended yet
+# What the model has found
 
 PREFIX_CHAINED = Case(causal() & (prefix(64) & dilated(3, 2) | strided(64)), 1280, d=160, programs=1)
 ONLY_BY_KEYS = Case(
@@ -331,13 +331,9 @@ ONLY_BY_KEYS = Case(
 )
 
 
-@pytest.mark.xfail(raises=LaunchError, strict=True, reason="_by_lines fills up a block that `prefix` ends")
 def test_a_chained_block_that_a_prefix_ends_counts_no_more_rows():
     check(PREFIX_CHAINED)
 
 
-@pytest.mark.xfail(
-    raises=LaunchError, strict=True, reason="without dq, dk and dv start before the inputs are made"
-)
 def test_a_call_with_passes_by_keys_alone_waits_for_its_inputs():
     check(ONLY_BY_KEYS)

@@ -318,7 +318,7 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     workspace = {"lse2": rows, "delta": rows} | of_queries | of_keys
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
-    launches = for_queries + for_keys
+    launches = for_queries + for_keys if for_queries else []  # without a pass by queries, no pair is allowed
     if by_queries.apart and not by_keys.joins:  # sums in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is sum_kernel)
     counted = of_queries["counters"] or of_keys["counters_of_keys"]

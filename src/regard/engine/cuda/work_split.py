@@ -270,15 +270,13 @@ def chain(
 def _by_lines(step: DevicePass, offset: tuple[int, int], n: int, by_keys: bool) -> Ints:
     """The blocks of a pass, with the words that define the allowed pairs; none if such words cannot define them.
 
-    A short block ends its progression. If there are more rows, it is filled up with them: the words hide those rows,
-    so that the end of the block needs no test.
+    A short block is filled up with more rows if the words hide them, so that its end needs no test.
     """
     work, found, table = step.work, band(step.work.pattern), step.work.blocks.cpu().numpy().astype(np.int64)
     if found is None or not (found.low is found.high is found.only is step.keep is None):
         return table[:0]
     if work.segments > 1 or work.slots:
         return table[:0]
-    table[:, 8] = np.where(table[:, 0] + table[:, 1] * (MEMBERS - 1) < n, MEMBERS, table[:, 8])
     block = Run(table[:, 0], table[:, 1], table[:, 8])
     tile = Run(table[:, 10], table[:, 11], table[:, 9] >> 8 & 255)
     i, j = (block, tile) if by_keys else (tile, block)
@@ -288,8 +286,10 @@ def _by_lines(step: DevicePass, offset: tuple[int, int], n: int, by_keys: bool) 
     far = ((FAR if found.before is None else found.before) - distance) // hop
     near = ((FAR if found.after is None else found.after) + distance) // hop
     table[:, 2:4] = np.clip(np.column_stack([near, far] if by_keys else [far, near]), -MEMBERS, MEMBERS)
-    lower, upper = tile.count - 1 > table[:, 2], block.count - 1 > table[:, 3]
-    marks = LOWER * lower + UPPER * upper + (block.count < MEMBERS)
+    hidden = (block.count - tile.count + 1 > table[:, 3]) & (block.first + block.step * (MEMBERS - 1) < n)
+    table[:, 8] = np.where(hidden, MEMBERS, block.count)
+    lower, upper = tile.count - 1 > table[:, 2], table[:, 8] - 1 > table[:, 3]
+    marks = LOWER * lower + UPPER * upper + (table[:, 8] < MEMBERS)
     table[:, 9] = table[:, 9] & ~247 | np.where(table[:, 9] & 247, marks, 0)
     return table
 
