@@ -120,7 +120,7 @@ def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare):
         status, result = ask(bare, "/api/cost", {"model": model, **sizes})
         with ThreadPoolExecutor(
             1
-        ) as new:  # as the server: tiles are priced by the threads that PyTorch gives a new one
+        ) as new:  # which has PyTorch's default of threads, as the server's workers do
             cost = new.submit(rg.cost, declared, **sizes).result()
         assert status == 200 and result["text"] == str(cost)
         assert result["cost"] == json.loads(json.dumps(cost.plain()))
