@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 import pytest
@@ -113,15 +112,19 @@ def test_an_invalid_pattern_gets_a_reason(bare, given, message):
     assert status == 422 and message in result["error"]
 
 
-def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare):
+def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare, monkeypatch):
+    # Tiles of attention are priced by the number of threads: here that of a new process, as the server's workers are.
+    count = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.get_num_threads())"],
+        capture_output=True,
+        check=True,
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(count.stdout))
     sizes = {"n": 64, "batch": 2, "dtype": "bfloat16", "train": True}
     for declared in (rg.preset("tiny-gpt"), rg.Attention(64, heads=4, pattern=rg.causal() & rg.window(8))):
         model = "tiny-gpt" if declared == rg.preset("tiny-gpt") else json.loads(declared.json())
         status, result = ask(bare, "/api/cost", {"model": model, **sizes})
-        with ThreadPoolExecutor(
-            1
-        ) as new:  # which has PyTorch's default of threads, as the server's workers do
-            cost = new.submit(rg.cost, declared, **sizes).result()
+        cost = rg.cost(declared, **sizes)
         assert status == 200 and result["text"] == str(cost)
         assert result["cost"] == json.loads(json.dumps(cost.plain()))
     status, result = ask(bare, "/api/cost", {"model": "vit-b16", "n": 7})  # its image says how many
