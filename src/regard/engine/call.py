@@ -296,9 +296,8 @@ class Prepared:
 
     backend: str
     variant: str
-    computed: Callable[
-        [], int
-    ]  # pairs, for one head; where data differ by batch row, for one head of all rows
+    # The pairs that are computed for one head; where data differ by batch row, for one head of all rows.
+    computed: Callable[[], int]
     run: Callable[[Call], Outputs] | None = None
     build: Callable[[], Callable[..., Tensor]] | None = None
     note: str = ""  # how the variant is laid out

@@ -124,7 +124,7 @@ def main():
             "writes_when_awaited": ptx.count("griddepcontrol.wait") >= 2  # within the loop, and after it
             and ptx.find("griddepcontrol.wait") < ptx.find("st.global"),
         }
-        found["counts"] = counts_after_a_barrier(ptx)
+        found["counts"], found["fenced"] = counts_after_a_barrier(ptx), copies_are_fenced(ptx)
         print(json.dumps(found))
     for name in OTHER_FUSED if others else FUSED:
         print(json.dumps({"fused": name, "launches": fused(name)}))
@@ -163,6 +163,13 @@ def counts_after_a_barrier(ptx):
     """Whether a program counts tiles, each time with a barrier between its stores and that."""
     before = ptx.split("gpu.release.add")[:-1]
     return bool(before) and all(x.rfind("bar.sync") > x.rfind("st.global") for x in before)
+
+
+def copies_are_fenced(ptx):
+    """Whether a fence is between waiting for copies and the next product, which reads by another proxy."""
+    waits = [x.split("cp.async.wait_group", 1)[0] for x in ptx.split("cp.async.wait_group")[1:]]
+    before = [x.split("wgmma.mma_async", 1)[0] for x in waits if "wgmma.mma_async" in x]
+    return bool(before) and all("fence.proxy.async" in x for x in before)
 
 
 def run(tmp_path_factory, *arguments):
@@ -215,6 +222,7 @@ def test_hopper_kernels_compile_for_grids_in_lines_and_in_boxes(other_results):
 @pytest.mark.parametrize(("at", "name"), [(8, "hopper_forward"), (9, "hopper_dq"), (10, "hopper_dkv")])
 def test_hopper_kernels_compile_for_heads_of_256(other_results, at, name):
     assert_compiled(other_results[at], name)
+    assert other_results[at]["fenced"]
 
 
 @pytest.mark.long
@@ -335,6 +343,26 @@ def test_the_kernels_for_hopper_run_every_pass_of_shorter_sequences(monkeypatch,
     assert [(step.work.slots > 0, step.accumulates) for step in steps] == passes
     added = [x.sizes["ACCUMULATES"] for x, *_ in program.launches if x.kernel.__name__ == "sum_kernel"]
     assert added == sums
+
+
+def test_the_general_kernels_run_what_those_for_hopper_cannot(monkeypatch):
+    from dataclasses import replace
+
+    from regard.engine.cuda import launches
+    from regard.engine.cuda.call import CallLayout, Layout, Task, contiguous, default
+
+    monkeypatch.setattr(launches, "is_hopper", lambda device: True)
+    like, configs = contiguous(1, 2, 256, 64), default(64, 64, torch.bfloat16)
+    task = Task(SPARSE, 0, 1, 0.125, 0.0, None, configs)
+    call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"))
+    assert launches.takes_hopper(call) and not launches.takes_hopper(call._replace(dtype=torch.float32))
+    forward_only = replace(task, configs=replace(configs, hopper_dq=None, hopper_dkv=None))
+    assert launches.hopper_backward(call._replace(task=forward_only)) is None
+    # Heads that share memory; o has the heads of a position together, so its rows are 16 times as far apart.
+    wide = Layout((1, 16, 1 << 20, 128), (0, 0, 128, 1), True)
+    inputs = call._replace(task=Task(SPARSE, 0, 1, 0.1, 0.0, None, default(128, 128, torch.bfloat16)))
+    assert not launches.takes_hopper(inputs._replace(tensors=(wide,) * 3))
+    assert launches.takes_hopper(inputs._replace(tensors=(wide._replace(shape=(1, 8, 1 << 20, 128)),) * 3))
 
 
 @pytest.mark.parametrize("on_hopper", [True, False])

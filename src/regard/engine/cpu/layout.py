@@ -68,9 +68,8 @@ class TileGroup:
     cycle: int = 1  # tile t has the mask of tile t mod cycle; the tiles are a multiple of it
     shared: tuple["TileGroup", ...] = ()  # further keys of all rows: one tile each, without a mask
     concatenated: bool = False  # no other group has its rows, and its weights may be saved
-    by_products: bool = (
-        False  # never by the fused op, and rows are loaded from the last on: a bias is a view then
-    )
+    # Never by the fused op, and rows are loaded from the last to the first: a bias by distance is a view then.
+    by_products: bool = False
     split: bool = False  # a part of a tile that was too large
 
     @property

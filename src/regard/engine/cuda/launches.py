@@ -291,7 +291,7 @@ def is_hopper(device: torch.device) -> bool:
 def takes_hopper(call: CallLayout) -> bool:
     """Whether the kernels for Hopper support such a call.
 
-    They need a stored configuration, one head width for all, no bias, softcap, dropout or lengths.
+    They need 16-bit types, a stored configuration, one head width for all, no bias, softcap, dropout or lengths.
     """
     d, stored = call.tensors[0].shape[-1], call.task.configs.hopper_forward
     if call.lengths or not call.task.plain or stored is None or call.dtype.itemsize != 2:

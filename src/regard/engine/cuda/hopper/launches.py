@@ -78,8 +78,8 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
 def gradient_passes(
     call: CallLayout, config: Config, by_keys: bool
 ) -> tuple[DevicePasses, list[tuple[DevicePass, tuple[Layout, ...]]], int]:
-    """The passes; each with flattened heads if possible, and the layouts of its tensors; and 0. Or else all as one,
-    and the number of counters that its tiles wait for."""
+    """The passes as planned; what is launched, with flattened heads if possible, and the layouts of its tensors; and
+    the number of counters that tiles wait for, if all passes are one launch, otherwise 0."""
     route, place = hopper_passes(call, config, by_keys), (call.task.start, call.task.step)
     chained = chain(route, call.tensors, place, by_keys, programs_at_a_time(config, call.device))
     if chained is not None:
