@@ -201,7 +201,7 @@ def losses(torch):
             bias = torch.zeros(vocab, dtype=dtype) if biased else None
             y = torch.zeros(5, dtype=torch.int64)
             needs = [learns, learns, learns and biased]
-            torch.ops.regard.cross_entropy(rows, table, bias, y, smoothing, -100, 5, needs)
+            torch.ops.regard.cross_entropy(rows, table, bias, y, smoothing, 5, needs)
 
         return call
 
