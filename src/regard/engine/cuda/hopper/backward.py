@@ -41,6 +41,7 @@ from .static import (
     listed_rows,
     load_words,
     read_words,
+    scores_of,
     wait_for,
     word,
     word_ring,
@@ -149,8 +150,8 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     pending = count_tile(PART, pending, S)
     if (mark & BEGINS) != 0:
         first, hop, lse2, delta = _open(tile, DLSE, LSE2, DELTA, words, start, step, S)
-    product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
-    product_v = warpgroup_mma(dos, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
+    product_k = scores_of(qs, ks, zero, S)
+    product_v = scores_of(dos, vs, zero, S)
     bits = bits_of(lines, zero, S)
     spot = _spot(ahead, c, LISTS, S)
     if t < last:
@@ -161,7 +162,7 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     fetch_words(ring, BLOCKS, gl.minimum(t + 2, last))
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
-    scores = warpgroup_mma_wait(1, deps=[product_k])
+    scores = warpgroup_mma_wait(1 if 4 * S.d > 3 * S.D else 2, deps=[product_k])
     scores = _hide(scores, noted, mark, lines if S.CHAINED else None, bits, first, hop, start, step, S)
     weights = gl.exp2(scores * scale2 - lse2[:, None])
     dweights = warpgroup_mma_wait(0, deps=[product_v])
@@ -355,7 +356,7 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     counter, joins, counts = chain_of(words, S)
     ahead, coming = _row(following, S)
     pending = count_tile(PART, pending, S)
-    product_q = warpgroup_mma(ks, qs.permute((1, 0)), zero, use_acc=False, is_async=True)
+    product_q = scores_of(ks, qs, zero, S)
     bits = bits_of(lines, zero, S)
     if t < last:
         _fetch_rows(other, ahead, coming, c, flat, rows, S)
@@ -366,7 +367,7 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     scores = _hide_rows(scores, noted, mark, lines, bits, first, hop, S)
     weights = gl.exp2(scores * scale2 - lses.load(COLUMNS)[None, :])
     left = gl.convert_layout(weights.to(qs.dtype), gl.DotOperandLayout(0, S.OUT, 2))
-    product_do = warpgroup_mma(vs, dos.permute((1, 0)), zero, use_acc=False, is_async=True)
+    product_do = scores_of(vs, dos, zero, S)
     product_v = warpgroup_mma(left, dos, dv, is_async=True)
     dweights = warpgroup_mma_wait(1, deps=[product_do])
     dscores = weights * (dweights - deltas.load(COLUMNS)[None, :])

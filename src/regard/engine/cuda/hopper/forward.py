@@ -26,6 +26,7 @@ from .static import (
     load_words,
     member,
     rescale_ptx,
+    scores_of,
     weights_ptx,
     word,
 )
@@ -430,7 +431,7 @@ def hopper_forward(
         else:
             async_copy.wait_group(0)
         barrier()
-        product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
+        product_k = scores_of(qs, ks, zero, S)
         if VALUES == 1:
             async_copy.wait_group(0)
             hopper.fence_async_shared()  # the one before the product with keys did not wait for the values

@@ -156,6 +156,22 @@ def word(words, at: gl.constexpr):
         return gl.sum(gl.where(gl.arange(0, 16, layout=words.type.layout) == at, words, 0), 0)
 
 
+@gluon.jit
+def scores_of(a, b, zero, S: gl.constexpr):
+    """a · bᵀ, over the width of a head without most of the zeros behind it."""
+    if 4 * S.d > 3 * S.D:
+        return hopper.warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        HALF: gl.constexpr = S.D // 2
+        REST: gl.constexpr = S.D // 8 if 8 * S.d <= 5 * S.D else S.D // 4
+        x = hopper.warpgroup_mma(
+            a.slice(0, HALF, 1), b.slice(0, HALF, 1).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        return hopper.warpgroup_mma(
+            a.slice(HALF, REST, 1), b.slice(HALF, REST, 1).permute((1, 0)), x, is_async=True
+        )
+
+
 # Pairs that are hidden because a straight line cuts their block (see mask.lines).
 
 LINES, UPPER, LOWER, FREES = (gl.constexpr(x) for x in (112, 32, 64, 128))
