@@ -296,14 +296,14 @@ class TileKernel:
             self.use_stats(own, bh * n + x[mine])
         counts = np.zeros((R, model.queries if self.by_keys else model.keys), dtype=np.int16)
         for words in blocks:
-            columns, in_group = columns_of(words, S, self.given["LISTS"]), words[9] >> 16
+            columns, in_group = columns_of(words, S, self.given["MASKS"]), words[9] >> 16
             there, head = columns >= 0, h * S.GROUP + in_group if self.by_keys else h // self.given["group"]
             others = self.rows(self.others, b, head, columns[there])
             self.require(len(np.unique(others)) == len(others), "a block has a row twice")
             self.require(in_group < S.GROUP, "no such head of a group")
             if self.by_keys:
                 self.use_stats(others, (bh * S.GROUP + in_group) * n + columns[there])
-            pairs = counted_pairs(words, columns, self.given, self.out)
+            pairs = counted_pairs(words, self.given["MASKS"])
             are_empty_hidden = not pairs[: words[9] >> 8 & 255, ~there].any()  # by keys, they add zeros
             self.require(self.by_keys or are_empty_hidden, "an empty column is counted")
             counts[:, others] += pairs[:, there]

@@ -69,7 +69,6 @@ def modeled_gpu(programs: int) -> Iterator[None]:
         (hopper, "programs_at_a_time", lambda config, device: programs),
         (hopper, "keep", static.keep.__wrapped__),
         (static, "keep", static.keep.__wrapped__),
-        (static, "tests", static.tests.__wrapped__),
         (static, "function", numpy_function),
         (mask, "function", numpy_function),
         (prepared, "constants", lambda sizes: sizes),

@@ -17,6 +17,7 @@ from regard.engine.cuda.hopper import launches as hopper
 from regard.engine.cuda.hopper.launches import forward as forward_launches
 from regard.engine.cuda.hopper.launches import hopper_passes
 from regard.engine.cuda.prepared import Launch
+from regard.engine.cuda.schedule import TESTED
 from regard.engine.cuda.tile_lists import in_boxes
 from regard.engine.cuda.work_split import by_length, chain, split_work
 from regard.pattern import (
@@ -123,8 +124,9 @@ APART = Case(causal() & (window(5) | rows(32) | dilated(32, 2)), 1280, 64, 160, 
 ADDED = Case(causal() & every(16) & (strided(13) | window(64)), 1280, d=256, programs=8)
 KEYS_ADDED = Case(every(32, 22) | every(50) | window(200), 1536, d=160, h=2, h_kv=1, programs=396)
 CLEARED = Case(rows(50), 320)
+EVERY_SECOND = Case(window(64) | every(64), 1312, h=2, step=2)  # 64 divides 2 · 1312, and not 1312
 GROUPED = Case(causal() & (window(64) | every(64)), 512, h=4, h_kv=2, programs=264)
-CHAINED = Case(strided(13) | causal(), 1024, d=256, programs=66)
+CHAINED = Case(causal() & (window(64) | dilated(64, 8)), 1024, d=256, programs=66)
 MIXED = Case(rows(128) | window(64), 1280, h=2, programs=264)
 BOXES = Case(neighborhood((40, 40), 31), 1600)  # of up to 23 blocks: tiles of more than 16 can be split
 NAMED = {
@@ -141,6 +143,7 @@ NAMED = {
     ),
     "passes of different rows": (APART, ["forward", "forward LATE"], ["dq", "dq LATE", "dkv"]),
     "parts that the next launch adds up": (ADDED, ["forward"], ["dq", "dkv SPLIT", "dkv ADDS"]),
+    "every second position": (EVERY_SECOND, ["forward"], ["dq", "dkv SPLIT", "dkv ADDS"]),
     "grouped heads": (GROUPED, ["forward"], ["dq", "dkv", "dkv"]),
     "chained passes": (
         CHAINED, ["forward", "forward ACCUMULATES"], ["dq ACCUMULATES CHAINED", "dkv ACCUMULATES CHAINED"]
@@ -231,7 +234,7 @@ def repeat_tile(cut):
 
 
 def unmark_empty(cut):
-    cut.blocks[cut.blocks[:, 8] < 64, 9] &= ~7 & ~16
+    cut.blocks[cut.blocks[:, 8] & 255 < 64, 9] &= ~TESTED
 
 
 def changed_chain(change):

@@ -2,12 +2,15 @@
 
 import importlib.util
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from regard.pattern import causal, dilated, every, full, neighborhood, rows, sinks, strided, window
+from block_words import counted_pairs
+from regard.pattern import blocks as blocks_of
+from regard.pattern import causal, dilated, every, full, neighborhood, prefix, rows, sinks, strided, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -19,15 +22,31 @@ PATTERNS = [
     dilated(5, 7),
 ]
 OTHERS = [window(40) | every(32, 8), causal() & (window(40) | sinks(3)), window(40) | every(24)]
+UNSHIFTED = [
+    prefix(70) | window(5),
+    causal() & (blocks_of(50) | strided(16)),
+]  # heads differ by their positions
+LONGNET = causal() & (window(64) | dilated(64, 8) | dilated(64, 64))
 CPU = torch.device("cpu")
 
 
 def steps(pattern, n, by_keys):
-    """As the Hopper kernels run them: forward, by queries, they have a test for lines."""
+    """Passes with small tiles and blocks, and a table of masks that nothing reads."""
     from regard.engine.cuda.call import Config
     from regard.engine.cuda.schedule import device_passes
+    from regard.engine.cuda.tile_lists import Masks
 
-    return device_passes((pattern, n, n, 0, 1), Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
+    found = device_passes((pattern, n, n, 0, 1), Config(32, 16, 1, 1), by_keys, CPU).steps
+    none = Masks(torch.zeros((1, 128), dtype=torch.int32))
+    return tuple(replace(x, work=replace(x.work, masks=none)) for x in found)
+
+
+def masked(pattern, n, by_keys=False, place=(0, 1)):
+    """The passes of the Hopper kernels, with their masks."""
+    from regard.engine.cuda.call import Config
+    from regard.engine.cuda.tile_lists import with_masks
+
+    return with_masks((pattern, n, n, *place), Config(64, 64, 4, 1), by_keys, CPU)
 
 
 def split(work, programs, group=1, multiple=1, **how):
@@ -39,7 +58,7 @@ def split(work, programs, group=1, multiple=1, **how):
 def members(row):
     """The members at the places of one block, as the kernels read its twelve words."""
     a, b, c1, a1, b1, c2, a2, b2, end = (int(x) for x in row[:9])
-    c = np.arange(end)
+    c = np.arange(end & 255)
     return np.where(c < c1, a + b * c, np.where(c < c2, a1 + b1 * c, a2 + b2 * c))
 
 
@@ -47,27 +66,13 @@ def tile(row):
     return int(row[10]) + int(row[11]) * np.arange(int(row[9]) >> 8 & 255)
 
 
-def weighed(work, row, own, by_keys):
-    """Which pairs of a tile and a block get a weight, by the marks of the block."""
-    from regard.engine.cuda.mask import band
-
-    there, marks = members(row), int(row[9]) & 255
-    i, j = (there[None], own[:, None]) if by_keys else (own[:, None], there[None])
-    if marks & 112 == 0:
-        return work.pattern.allows(i, j) if marks & 7 else np.ones((len(own), len(there)), dtype=bool)
-    found, begin = band(work.pattern), int(row[0])
-    nth, place = np.arange(len(own))[:, None], np.arange(len(there))[None]
-    assert marks & 7 == 0 and bin(marks & 112).count("1") == 1
-    if marks & 16:
-        return place < row[8] + 0 * nth
-    free = work.free[0 if marks & 64 else 1]
-    inside = (
-        begin + place >= i[0] + nth - found.before
-        if marks & 64
-        else begin + place <= i[0] + nth + found.after
-    )
-    assert inside.any(1).all()  # the largest score of a row must be that of a pair that counts
-    return inside | ((place % free[0] == free[1]) & (marks & 128 > 0))
+def visited(step, row, masks=None):
+    """The members of a block's tile that count, those of its columns, and which pairs of both get a weight."""
+    own, there = tile(row), members(row)
+    masks = step.work.masks.words if masks is None else masks
+    pairs = counted_pairs(row, masks.numpy())[: len(own), : len(there)]
+    counts = np.ones(len(own), dtype=bool) if step.keep is None else step.keep.allows(own, own)
+    return own[counts], there, pairs[counts]
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -76,14 +81,10 @@ def weighed(work, row, own, by_keys):
 def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, group, by_keys):
     n = 700 if every(16) in pattern.leaves() else 203  # so that a tile has several blocks of each word
     seen = np.zeros((group, n, n), dtype=int)
-    for step in steps(pattern, n, by_keys):
+    for step in masked(pattern, n, by_keys).steps:
         for row in split(step.work, 10, group, 2).blocks.numpy():
-            own = tile(row)
-            if step.keep is not None:
-                own = own[step.keep.allows(own, own)]
-            there = members(row)
-            assert len(there) <= 16
-            seen[row[9] >> 16][np.ix_(own, there)] += weighed(step.work, row, own, by_keys)
+            own, there, pairs = visited(step, row)
+            seen[row[9] >> 16][np.ix_(own, there)] += pairs
     allowed = pattern.allowed(n).numpy()
     allowed = allowed.T if by_keys else allowed
     assert (seen == allowed).all()
@@ -106,30 +107,26 @@ def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(p
 
 
 def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
-    from regard.engine.cuda.call import Config, Layout
+    from regard.engine.cuda.call import Layout
     from regard.engine.cuda.call import contiguous as dense
-    from regard.engine.cuda.schedule import device_passes
     from regard.engine.cuda.work_split import flatten_heads
 
-    route = device_passes((pattern, n, n, 0, 1), Config(32, 16, 1, 1, lines=True), by_keys, CPU)
     layout = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
-    flat = [flatten_heads(one, step, (layout, layout)) for one in route.steps]
-    return [one for one, _ in flat], flat[0][1]
+    flat = [flatten_heads(one, step, (layout, layout)) for one in masked(pattern, n, by_keys).steps]
+    return [one for one, _ in flat], flat[-1][1]
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("pattern", [*PATTERNS, *OTHERS[:2], *UNSHIFTED], ids=repr)
 def test_flattened_heads_each_visit_every_allowed_pair_of_their_own(pattern, by_keys):
-    n, heads = 208, 6
+    n, heads = 224, 6
     route, long = route_of_heads(pattern, n, by_keys)
     assert long[0].shape == (1, 1, heads * n, 8)
     seen = np.zeros((heads * n, heads * n), dtype=int)
     for step in route:
         for row in split(step.work, 20, multiple=2).blocks.numpy():
-            own, there = tile(row), members(row)
-            if step.keep is not None:
-                own = own[step.keep.allows(own, own)]
-            seen[np.ix_(own, there)] += weighed(step.work, row, own, by_keys)
+            own, there, pairs = visited(step, row)
+            seen[np.ix_(own, there)] += pairs
     allowed = pattern.allowed(n).numpy()
     assert (seen == np.kron(np.eye(heads, dtype=int), allowed.T if by_keys else allowed)).all()
 
@@ -149,15 +146,15 @@ def test_with_flattened_heads_every_program_has_work_and_none_much_more_than_its
 @pytest.mark.parametrize(
     "case",
     [
-        {"pattern": window(40) | sinks(3)},  # the first keys of a head are not the first of all
-        {"pattern": window(40) | every(16), "n": 203},  # 16 does not divide 203
-        {"pattern": window(40), "step": 2},
+        # Every 64th key, or row, is computed by another pass; 64 divides neither 4128 nor three times that.
+        {"pattern": window(64) | every(64), "n": 4128, "by_keys": True},
+        {"pattern": window(64) | rows(64) | every(64), "n": 4128, "step": 3},
         {"pattern": window(40), "strides": (3 * 208 * 8, 8, 3 * 8, 1)},  # heads behind positions
         {"pattern": window(40), "b": 1, "h": 1},
     ],
     ids=repr,
 )
-def test_heads_are_not_flattened_where_mask_or_memory_forbid_it(case):
+def test_heads_are_not_flattened_where_members_or_memory_forbid_it(case):
     case = {"n": 208, "by_keys": False} | case
     _, layouts = route_of_heads(**case)
     assert layouts[0].shape[2] == case["n"]
@@ -224,15 +221,6 @@ def test_each_program_runs_its_tiles_in_order_or_backwards():
     assert order[True] == [x[::-1] for x in order[False]]
 
 
-@pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize("pattern", PATTERNS + OTHERS, ids=repr)
-def test_a_schedule_lists_every_mark_that_its_blocks_have(pattern, by_keys):
-    for step in steps(pattern, 515, by_keys):
-        found = step.work.blocks.numpy()[:, 9] & 119
-        lacking = int(np.bitwise_or.reduce(found)) & ~step.work.marks
-        assert not lacking and bool(step.work.marks & 8) == bool((found & 3 == 3).any())
-
-
 @pytest.mark.parametrize("group", [1, 3])
 def test_the_slots_of_a_split_tile_are_adjacent_and_a_whole_tile_has_none(group):
     (step,) = steps(causal(), 515, True)
@@ -254,34 +242,34 @@ def test_the_blocks_that_fill_a_run_are_empty_and_begin_no_tile():
     assert len(empty) and (empty[:, 9] & 15 == 1).all()
 
 
+@pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize(
-    ("pattern", "lines", "free"),
+    ("pattern", "n", "numbers"),
     [
-        (causal(), {32: 22}, ((1, 1), (1, 1))),
-        (window(48), {32: 19, 64: 19}, ((1, 1), (1, 1))),
-        (causal() & (window(48) | every(16)), {16: 16, 32: 22, 64 + 128: 19}, ((16, 0), (1, 1))),
-        (
-            window(48) | every(64),
-            {16: 22, 32: 14, 64: 14, 32 + 128: 5, 64 + 128: 5},
-            ((64, 0), (64, 0)),
-        ),  # in some tiles, at the same place
-        (
-            window(48) | every(24),
-            {16: 22, 32: 6, 64: 6},
-            ((1, 1), (1, 1)),
-        ),  # elsewhere at two places: key by key
-        (dilated(5, 7), {}, ((1, 1), (1, 1))),
+        (full(), 4096, [1]),
+        (causal(), 4096, [2]),  # none allowed, and the diagonal
+        (causal() & window(256), 8192, [3]),  # either end of the window
+        (causal() & (window(128) | sinks(64)), 4096, [3]),  # positions matter, but the masks are the same
+        (LONGNET, 16384, [3, 3, 3]),
     ],
     ids=repr,
 )
-def test_blocks_that_a_line_cuts_have_its_mark(pattern, lines, free):
-    from regard.engine.cuda.call import Config
-    from regard.engine.cuda.schedule import device_passes
+def test_blocks_share_their_masks_where_a_pattern_repeats_itself(pattern, n, numbers, by_keys):
+    assert [len(step.work.masks.words) for step in masked(pattern, n, by_keys).steps] == numbers
 
-    (step,) = device_passes((pattern, 352, 352, 0, 1), Config(16, 16, 1, 1, lines=True), False, CPU).steps
-    marks, times = np.unique(step.work.blocks.numpy()[:, 9] & 240, return_counts=True)
-    assert step.work.free == free
-    assert {int(k): int(v) for k, v in zip(marks, times) if k} == lines
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_many_masks_are_computed_in_parts(monkeypatch, by_keys):
+    from regard.engine.cuda import tile_lists
+
+    pattern = causal() & blocks_of(100) | prefix(7)
+    whole = masked(pattern, 1000, by_keys).steps
+    monkeypatch.setattr(tile_lists, "AT_A_TIME", 3)
+    tile_lists.with_masks.cache_clear()
+    parts = masked(pattern, 1000, by_keys).steps
+    tile_lists.with_masks.cache_clear()
+    assert all(torch.equal(x.work.masks.words, y.work.masks.words) for x, y in zip(whole, parts, strict=True))
+    assert all(torch.equal(x.work.blocks, y.work.blocks) for x, y in zip(whole, parts, strict=True))
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -325,41 +313,29 @@ def test_a_narrowed_pattern_is_the_same_pattern(seed):
     assert torch.equal(narrowed(pattern).allowed(50), pattern.allowed(50))
 
 
-def test_a_pass_without_what_an_earlier_one_computed_is_tested_by_bounds():
-    from regard.engine.cuda.mask import band
-
+def test_a_pass_without_what_an_earlier_one_computed_tests_one_relation():
     sparse, dilations = causal() & (window(31) | strided(32)), window(31) | dilated(31, 8) | dilated(31, 64)
     for pattern, n, count in ((sparse, 1024, 2), (causal() & dilations, 4096, 3)):
         for by_keys in (False, True):
             passes = steps(pattern, n, by_keys)
-            assert len(passes) == count and all(band(one.work.pattern) is not None for one in passes)
+            tested = [x for one in passes[1:] for x in one.work.pattern.leaves() if x != full()]
+            assert len(passes) == count and len(tested) == count - 1
             assert [one.accumulates and one.covered for one in passes] == [False, *[True] * (count - 1)]
 
 
-LONGNET = causal() & (window(64) | dilated(64, 8) | dilated(64, 64))
-CHAINED = [(LONGNET, 2085), (causal() & (window(127) | strided(128)), 2048)]
+CHAINED = [
+    (LONGNET, 2085),
+    (causal() & (window(127) | strided(128)), 2048),
+    (causal() & (blocks_of(100) | strided(64)), 2000),
+]
 
 
 def chained(pattern, n, by_keys, place=(0, 1), layouts=None):
-    from regard.engine.cuda.call import contiguous, default
-    from regard.engine.cuda.schedule import device_passes
+    from regard.engine.cuda.call import contiguous
     from regard.engine.cuda.work_split import chain
 
-    configs = default(128, 128, torch.bfloat16)
-    config = configs.hopper_dkv if by_keys else configs.hopper_dq
-    route = device_passes((pattern, n, n, *place), config, by_keys, CPU)
-    return chain(route, (contiguous(1, 2, n, 128),) * 3 if layouts is None else layouts, place, by_keys, 396)
-
-
-def allowed_by_words(row):
-    """Which pairs of a tile and a block get a weight, by the words of a chained block."""
-    nth, place = np.arange(len(tile(row)))[:, None], np.arange(int(row[8]))[None]
-    inside = np.ones((len(nth), place.size), dtype=bool)
-    if row[9] & 64:
-        inside &= nth - place <= row[2]
-    if row[9] & 32:
-        inside &= place - nth <= row[3]
-    return inside
+    route = masked(pattern, n, by_keys, place)
+    return chain(route, (contiguous(1, 2, n, 128),) * 3 if layouts is None else layouts, 396)
 
 
 @pytest.mark.parametrize(("by_keys", "programs"), [(False, 3), (True, 50)])
@@ -385,8 +361,9 @@ def test_chained_passes_visit_every_pair_once_and_no_tile_waits_for_ever(pattern
             assert touched[tile(last)].any() == (last[5] > 0)  # it goes on from what is there, and only then
             touched[tile(last)] = True
             for row in blocks[at[program] : stop]:
-                there = row[0] + row[1] * np.arange(row[8])
-                seen[np.ix_(tile(row), there)] += allowed_by_words(row)
+                there = row[0] + row[1] * np.arange(row[8] & 255)
+                pairs = counted_pairs(row, cut.masks.numpy())[: len(tile(row)), : len(there)]
+                seen[np.ix_(tile(row), there)] += pairs
             count[last[4]] += last[6]
             at[program] = stop
         assert (at > before).any(), "every program waits"
@@ -411,7 +388,7 @@ def test_a_chained_tile_waits_for_all_tiles_of_earlier_passes_of_its_section(pat
     assert waits >= counters - 2  # the last stretch of a head may be a short one
 
 
-def test_passes_are_chained_only_if_block_words_can_define_the_allowed_pairs():
+def test_passes_are_chained_only_if_their_tiles_are_short_and_their_rows_fit_into_the_cache():
     from regard.engine.cuda.call import Layout, contiguous
 
     assert chained(LONGNET, 2048, False) is not None
@@ -423,7 +400,8 @@ def test_passes_are_chained_only_if_block_words_can_define_the_allowed_pairs():
     assert (
         chained(causal() & (window(64) | dilated(64, 256)), 65536, False) is None
     )  # more than the cache holds
-    assert chained(LONGNET, 2048, True, (3, 2)) is None  # the steps of rows and keys differ
+    assert chained(window(64) | strided(64), 4096, False) is not None
+    assert chained(window(256) | strided(64), 4096, False) is None  # tiles of 9 blocks
     behind = Layout((1, 2, 2048, 128), (2 * 2048 * 128, 128, 2 * 128, 1), True)
     assert chained(LONGNET, 2048, False, layouts=(behind,) * 3) is None  # heads behind positions
     fewer = contiguous(1, 1, 2048, 128)
@@ -432,11 +410,9 @@ def test_passes_are_chained_only_if_block_words_can_define_the_allowed_pairs():
 
 def forward_route(pattern, n, heads):
     """The passes of the Hopper forward kernel, and the layouts of contiguous q, k and v."""
-    from regard.engine.cuda.call import contiguous, default
-    from regard.engine.cuda.schedule import device_passes
+    from regard.engine.cuda.call import contiguous
 
-    config = default(128, 128, torch.bfloat16).hopper_forward
-    return device_passes((pattern, n, n, 0, 1), config, False, CPU), (contiguous(1, heads, n, 128),) * 3
+    return masked(pattern, n), (contiguous(1, heads, n, 128),) * 3
 
 
 LONGFORMER = window(64) | rows(64) | every(64)
@@ -454,10 +430,9 @@ def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_
     seen, parts = np.zeros((heads * n, heads * n), dtype=np.int8), np.zeros(heads * cut.slots, dtype=int)
     blocks, slots = cut.blocks.numpy(), cut.slot.numpy()
     for row, slot in zip(blocks, slots):
-        own = tile(row)
-        own = own if slot >= 0 else own[own % 64 != 0]
         words = np.where(np.arange(12) == 5, np.iinfo(np.int32).max, row)  # there is no third segment
-        seen[np.ix_(own, members(words))] += weighed(flat.work, words, own, False) if slot < 0 else 1
+        own, there, pairs = visited(flat if slot < 0 else pieces, words, cut.masks)
+        seen[np.ix_(own, there)] += pairs
         parts[max(slot, 0)] += (slot >= 0) * (row[9] & 8 > 0)
     allowed = pattern.allowed(n).numpy()
     assert (
@@ -481,7 +456,6 @@ def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_
 @pytest.mark.parametrize(
     "pattern, n, step",
     [
-        (LONGFORMER, 4096, 2),  # heads cannot be flattened
         (causal() & window(64), 4096, 1),  # one pass
         (window(64) | rows(32) | every(32), 4128, 1),  # the last block of keys is short: a piece needs a test
         (LONGFORMER | window(300), 4096, 1),  # blocks of the other tiles have three progressions
@@ -507,17 +481,8 @@ def passes_of_grid(pattern, by_keys=False):
 
     n, configs = getattr(pattern, "size", 4096), default(64, 64, torch.bfloat16)
     config = configs.hopper_dkv if by_keys else configs.hopper_forward
-    return in_boxes(pattern, device_passes((pattern, n, n, 0, 1), config, by_keys, CPU), by_keys, CPU)
-
-
-def allowed_by_list(work, row):
-    """The pairs of a listed block that get a weight, as the threads of a product read their bits: rows, places."""
-    from regard.engine.cuda.tile_lists import LIST
-
-    words = work.lists.words.numpy()[row[1]]
-    bits, place = words[64:].reshape(64, 4), np.arange(64)
-    assert len(words) == LIST
-    return bits[:, place >> 1 & 3] >> ((place & ~7) // 4 + place % 2) & 1, row[0] + words[:64]
+    boxes = in_boxes(pattern, device_passes((pattern, n, n, 0, 1), config, by_keys, CPU), by_keys, CPU)
+    return boxes or masked(pattern, n, by_keys)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -531,12 +496,13 @@ def test_tiles_that_are_boxes_visit_every_pair_of_each_head_once(grid, by_keys):
     flat, long = flatten_heads(step, 1, (contiguous(1, heads, n, 64),))
     assert long[0].shape[2] == heads * n and np.diff(flat.work.ends, prepend=0).all()
     cut, a = split_work(flat.work, 1, 5, multiple=2), np.arange(64)
-    seen, members = np.zeros((heads * n, heads * n), dtype=int), eval(flat.work.lists.spread, {"a": a})
-    assert torch.equal(cut.lists, flat.work.lists.words)
+    seen, members = np.zeros((heads * n, heads * n), dtype=int), eval(flat.work.masks.spread, {"a": a})
+    assert torch.equal(cut.masks, flat.work.masks.words)
     for row in cut.blocks.numpy():
-        allowed, places = allowed_by_list(flat.work, row)
-        assert not allowed[:, row[8] :].any() and row[9] >> 8 & 255 == 64
-        seen[np.ix_(row[10] + members, places[: row[8]])] += allowed[:, : row[8]]
+        allowed, count = counted_pairs(row, cut.masks.numpy()), row[8] & 255
+        assert not allowed[:, count:].any() and row[9] >> 8 & 255 == 64
+        keys = row[0] + cut.masks.numpy()[row[8] >> 8, -64:]
+        seen[np.ix_(row[10] + members, keys[:count])] += allowed[:, :count]
     pairs = grid.allowed(n).numpy()
     assert (seen == np.kron(np.eye(heads, dtype=int), pairs.T if by_keys else pairs)).all()
 
@@ -544,7 +510,7 @@ def test_tiles_that_are_boxes_visit_every_pair_of_each_head_once(grid, by_keys):
 def test_boxes_have_the_fewest_blocks_and_share_their_lists():
     (step,) = passes_of_grid(neighborhood((64, 64), 7)).steps
     assert len(step.work.blocks) == 220  # 436 for lines of 64, which meet 7 lines
-    assert len(step.work.lists.words) == 29  # in the corners, at the edges, inside; and the empty one
+    assert len(step.work.masks.words) == 29  # in the corners, at the edges, inside; and the empty one
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -561,7 +527,7 @@ def test_boxes_have_the_fewest_blocks_and_share_their_lists():
 )
 def test_a_grid_runs_in_boxes_where_they_have_fewer_blocks_than_lines(pattern, boxes, by_keys):
     (step,) = passes_of_grid(pattern, by_keys).steps
-    assert (step.work.lists is not None) == boxes
+    assert (step.work.masks.spread is not None) == boxes
 
 
 def test_explain_counts_the_pairs_of_boxes(monkeypatch):
@@ -662,5 +628,5 @@ def test_boxes_of_a_grid_are_not_split_and_its_lines_may_be(monkeypatch, grid, i
     call = CallLayout(task, (contiguous(1, 1, grid.size, 64),) * 5, torch.bfloat16, CPU)
     config = configs.hopper_dkv if by_keys else configs.hopper_forward
     steps = hopper.hopper_passes(call, config, by_keys).steps
-    assert all((x.work.lists is not None) == in_boxes for x in steps)
+    assert all((x.work.masks.spread is not None) == in_boxes for x in steps)
     assert any(x.work.slots > 0 for x in steps) == (not in_boxes)

@@ -72,8 +72,7 @@ def _computed(f: CallFacts) -> int:
 
 def _visited(f: CallFacts) -> int:
     """As `_computed`; for a grid whose tiles are boxes, the pairs of these boxes, which depend on the GPU."""
-    lists = [step.work.lists for step in _hopper_passes(f) if step.work.lists is not None]
-    return sum(x.pairs for x in lists) or _computed(f)
+    return sum(step.work.masks.pairs for step in _hopper_passes(f)) or _computed(f)
 
 
 def _without_positions(f: CallFacts) -> CallFacts:

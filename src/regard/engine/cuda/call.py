@@ -26,17 +26,13 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel: members of a tile, members of a block, warps, stages of the load pipeline, a cap on registers.
-
-    lines: the kernel has a cheaper test for blocks that a straight line cuts (see mask.py).
-    """
+    """One kernel: members of a tile, members of a block, warps, stages of the load pipeline, a cap on registers."""
 
     tile: int
     block: int
     warps: int
     stages: int
     registers: int | None = None
-    lines: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,15 +57,15 @@ HALF = {  # by the larger of the two padded widths
     32: Configs(*[Config(128, 64, 4, 3)] * 3, one_launch=Config(64, 64, 4, 2)),
     64: Configs(
         Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 168),
-        Config(64, 64, 4, 1, 128, lines=True), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1), Config(64, 64, 4, 2),
+        Config(64, 64, 4, 1, 128), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1), Config(64, 64, 4, 2),
     ),
     128: Configs(
         Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2),
-        Config(64, 64, 4, 1, 168, lines=True), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 8, 2),
+        Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 8, 2),
     ),
     256: Configs(
         Config(128, 64, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 3),
-        Config(64, 64, 4, 1, lines=True), Config(64, 64, 8, 1), Config(64, 64, 8, 1),
+        Config(64, 64, 4, 1), Config(64, 64, 8, 1), Config(64, 64, 8, 1),
     ),
 }  # fmt: skip
 SINGLE = {  # IEEE products run on the ordinary arithmetic units: larger tiles would overflow the registers

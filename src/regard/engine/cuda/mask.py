@@ -1,37 +1,19 @@
-"""A pattern as the kernels test it: a Triton function `allowed(i, j)`, and which test a block of pairs needs.
-
-Most patterns are two bounds on j that move with i, with exceptions for some keys:
-
-    only(j) ∧ (j ≥ i − before ∨ low(j)) ∧ (j ≤ i + after ∨ high(j))
-
-`causal() & (window(128) | every(64))` is after = 0, before = 128 but for keys ≡ 0 mod 64. What depends on j alone
-is computed once per key; a pair costs one comparison per bound, and only in blocks that the bound cuts.
-"""
+"""A pattern as a Triton function `allowed(i, j)`, and simpler patterns for what is left to test in a pass."""
 
 import hashlib
 import linecache
 import re
-from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from operator import and_
 from typing import Any
 
-import numpy as np
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
-from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, classify, full, neighborhood
+from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, full, neighborhood
 from ...pattern.classification import of_relation
-from ...progression import FAR, Ints
+from ...progression import FAR
 from ..plan import conjuncts, residue, run_formulas
-
-# Marks of blocks: they have columns past the last key, past the upper bound, before the lower bound, exempt columns.
-END, UPPER, LOWER, FREES = 16, 32, 64, 128
-NO_KEY_FREE = (1, 1)  # no place leaves 1 when divided by 1
-
-Some = NDArray[np.bool_]
-Free = tuple[int, int]  # (k, r): places ≡ r mod k
 
 
 def expression(pattern: Pattern) -> str:
@@ -90,82 +72,6 @@ def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, An
     space = {"__name__": __name__, **space}
     exec(compile(source, path, "exec"), space)
     return jit(space[name])
-
-
-# Bounds
-
-
-@dataclass(frozen=True)
-class Band:
-    """The bounds and exceptions of a pattern; None: no such bound, no such exception."""
-
-    before: int | None = None
-    after: int | None = None
-    low: Pattern | None = None
-    high: Pattern | None = None
-    only: Pattern | None = None
-
-
-def band(pattern: Pattern) -> Band | None:
-    """The pattern as bounds, or None if it cannot be expressed by them."""
-    if reads_keys_only(pattern):
-        return Band() if pattern == full() else Band(only=pattern)
-    match pattern:
-        case Word() if _is_band(r := pattern.relation):
-            return Band(r.far if r.far < FAR else None, -r.near if r.near > -FAR else None)
-        case Both(left, right):
-            return _both(band(left), band(right))
-        case Either(left, right) if reads_keys_only(right):
-            return _either(band(left), right)
-        case Either(left, right) if reads_keys_only(left):
-            return _either(band(right), left)
-    return None
-
-
-def reads_keys_only(pattern: Pattern) -> bool:
-    return not pattern.has_data and not pattern.reads_query
-
-
-def _both(a: Band | None, b: Band | None) -> Band | None:
-    if a is None or b is None:
-        return None
-    lower, upper = _tighter(a.before, a.low, b.before, b.low), _tighter(a.after, a.high, b.after, b.high)
-    if lower is None or upper is None:
-        return None
-    only = a.only if b.only is None else b.only if a.only is None else a.only & b.only
-    return Band(lower[0], upper[0], lower[1], upper[1], only)
-
-
-def _tighter(
-    a: int | None, free: Pattern | None, b: int | None, freed: Pattern | None
-) -> tuple[int | None, Pattern | None] | None:
-    """Two bounds as one: the wider one has no effect unless the tighter one has exceptions. None: there is none."""
-    if a is None or b is None:
-        return (b, freed) if a is None else (a, free)
-    if b < a:
-        a, free, b, freed = b, freed, a, free
-    return (a, free) if free is None or (a == b and free == freed) else None
-
-
-def _either(a: Band | None, keys: Pattern) -> Band | None:
-    if a is None or a.only is not None:
-        return None
-    low = None if a.before is None else keys if a.low is None else a.low | keys
-    high = None if a.after is None else keys if a.high is None else a.high | keys
-    return Band(a.before, a.after, low, high)
-
-
-def marks(found: Band | None, i: Run, j: Run) -> Ints:
-    """For each segment j of a tile i: 1 where the lower bound cuts it, + 2 where the upper one does; 4: unknown."""
-    if found is None:
-        return np.full(len(i.first), 4)
-    never = np.zeros(len(i.first), dtype=bool)
-    cuts = [True if x is None else ~classify(x, i, j).all for x in (found.low, found.high)]
-    lower = never if found.before is None else (i.last - j.first > found.before) & cuts[0]
-    upper = never if found.after is None else (j.last - i.first > found.after) & cuts[1]
-    if found.only is not None:
-        lower = lower | ~classify(found.only, i, j).all
-    return lower + 2 * upper
 
 
 def narrowed(pattern: Pattern) -> Pattern:
@@ -231,43 +137,3 @@ def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
     if left == neutral:
         return right
     return left if right == neutral else how(left, right)
-
-
-# Blocks that a straight line cuts. For consecutive keys, a bound hides a pair if column − limit(row) has the wrong
-# sign, whatever the key is. That difference, saturated to 0 … 1, is one addition; Hopper has twice as many units for
-# additions as for comparisons and selections (NVIDIA's throughput tables).
-
-
-def lines(found: Band, cut: Ints, i: Run, j: Run, alone: Some, short: Some) -> tuple[Ints, tuple[Free, Free]]:
-    """The marks of blocks of keys j, where i are the queries of their tiles and `cut` is the result of `marks`.
-
-    Also the columns of keys that are exempt from the lower and from the upper bound, in the blocks marked so. Every
-    query may attend to some key of a block that a bound cuts, so its largest score belongs to an allowed pair.
-    """
-    run = alone & (i.step == 1) & (j.step == 1) & ~short
-    lower, upper = run & (cut == 1), run & (cut == 2)
-    if found.before is not None:
-        lower &= j.last >= i.last - found.before
-    if found.after is not None:
-        upper &= j.first <= i.first + found.after
-    marks = np.where(short & (cut == 0), END, cut)
-    marks, below = _marked(marks, LOWER, lower, found.low, i, j)
-    marks, above = _marked(marks, UPPER, upper, found.high, i, j)
-    return marks, (below, above)
-
-
-def _marked(marks: Ints, mark: int, some: Some, word: Pattern | None, i: Run, j: Run) -> tuple[Ints, Free]:
-    """Mark some blocks; also those with keys exempt from the bound, if they have the same columns in all blocks."""
-    if word is None:
-        return np.where(some, mark, marks), NO_KEY_FREE
-    relation = word.relation if isinstance(word, Word) else Relation()
-    k, residue = relation.key_class
-    if k == 1 or relation != Relation(key_class=relation.key_class):
-        return np.where(some & classify(word, i, j).none, mark, marks), NO_KEY_FREE
-    at = (residue - j.first) % k  # the first column with a free key
-    free = some & (at < j.count)
-    marks = np.where(some & ~free, mark, marks)
-    places = np.unique(at[free])
-    if len(places) != 1:
-        return marks, NO_KEY_FREE
-    return np.where(free, mark + FREES, marks), (k, int(places[0]))

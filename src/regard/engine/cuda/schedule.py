@@ -25,12 +25,11 @@ from ...progression import Ints
 from ..call import Place
 from ..plan import Pass, conjuncts, plan
 from .call import Config
-from .mask import NO_KEY_FREE, Free, band, lines, marks, narrowed, without_certain_words
+from .mask import narrowed, without_certain_words
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile
-BEGINS = 8  # the mark of the first block of a tile; others say what is to be tested (see mask.marks and mask.lines)
-EMPTY_LIST = 0  # the number of the list that allows no pair (see tile_lists.py)
+TESTED, BEGINS = 1, 8  # marks of a block: it needs a mask; it is the first one of its tile
 ITEM = 8  # int32 words per item; 7 are used
 FULL, RAGGED, EMPTY = 0, 1, 2  # kinds of blocks
 MIN_SPLIT = 16  # blocks; shorter tiles are never split
@@ -45,18 +44,16 @@ class Schedule:
     items: Tensor  # (w, 8): first, step, count of the tile; first block, first masked block, end; partial slot or −1
     blocks: Tensor  # (x, 12)
     joins: Tensor  # (y, 8): first, step, count of a split tile; its first slot, its number of slots
-    marks: int  # all that any block has; 8 for one that has both 1 and 2; 1 by queries, for blocks without a member
-    free: tuple[Free, Free]  # places that no lower, no upper bound hides (see lines)
     segments: int  # the largest number in any block
     ragged: bool  # some block needs a mask
     slots: int
     ends: Ints  # on the host: where the blocks of each tile end
     ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
     chained: bool = False  # … and wait for one another
-    lists: Any = None  # if tiles are boxes: tile_lists.Lists
+    masks: Any = None  # of the Hopper kernels: tile_lists.Masks
 
 
-class _Sides(NamedTuple):
+class Sides(NamedTuple):
     """The positions of the queries, and whether tiles are of keys."""
 
     start: int
@@ -70,12 +67,9 @@ class _Sides(NamedTuple):
         return Run(self.start + self.step * first, self.step * hop, count), Run(*keys.T)
 
 
-def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> tuple[Schedule, Ints]:
-    """Cut the parts of each tile into blocks and order the items by length, longest first; also returns the tiles.
-
-    config.lines: in passes by queries, blocks cut by a straight line have separate marks, for kernels with that test.
-    """
-    block, lined = config.block, config.lines
+def schedule(one: Pass, config: Config, sides: Sides, device: torch.device) -> tuple[Schedule, Ints]:
+    """Cut the parts of each tile into blocks and order the items by length, longest first; also returns the tiles."""
+    block = config.block
     tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
     whole, rest = _cut_whole(*_joined(tile, one.parts[:, :3]), block)
     mixed = _cut(rest[:, 0], rest[:, 1:], block)
@@ -88,8 +82,8 @@ def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> 
     one = replace(one, tiles=one.tiles[used])  # without the tiles that turned out to have no allowed pair
     segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
     blocks, owner, kind, most = _table(segs)
-    blocks[:, 9], free = _marks(one, pattern, segs, block, sides, lined)
-    blocks[:, 9] += np.where(np.diff(owner, prepend=-1), BEGINS, 0) + 256 * one.tiles[owner, 2]
+    blocks[:, 9] = np.where(kind == RAGGED, TESTED, 0) + np.where(np.diff(owner, prepend=-1), BEGINS, 0)
+    blocks[:, 9] += 256 * one.tiles[owner, 2]
     blocks[:, 10:] = one.tiles[owner, :2]
     items, joins = _items(one.tiles, owner, kind, max(MIN_SPLIT, -(-len(blocks) // TARGET_ITEMS)))
 
@@ -103,8 +97,6 @@ def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> 
         items=move(items, ITEM)[: len(items)],
         blocks=move(blocks, WIDTH),
         joins=move(joins, ITEM)[: len(joins)],
-        marks=_all_marks(blocks[:, 9] & 119, sides.by_keys or lined),
-        free=free,
         segments=most,
         ragged=bool((kind == RAGGED).any()),
         slots=int(joins[:, 4].sum()),
@@ -121,7 +113,7 @@ def repeated(work: Schedule, times: int, apart: int) -> Schedule:
     return replace(work, blocks=torch.from_numpy(blocks).to(work.blocks.device), ends=ends)
 
 
-def _kinds(one: Pass, segs: Ints, block: int, sides: _Sides) -> Ints:
+def _kinds(one: Pass, segs: Ints, block: int, sides: Sides) -> Ints:
     """FULL, RAGGED or EMPTY for the block of each segment."""
     found = classify(one.pattern, *sides.runs(one.tiles[segs[:, 0]], segs[:, 3:]))
     first = np.flatnonzero(_changes(segs, 2))
@@ -130,28 +122,6 @@ def _kinds(one: Pass, segs: Ints, block: int, sides: _Sides) -> Ints:
     every = np.logical_and.reduceat(found.all, first) & (held == block)
     none = np.logical_and.reduceat(found.none, first)
     return np.repeat(np.where(every, FULL, np.where(none, EMPTY, RAGGED)), size)
-
-
-def _marks(
-    one: Pass, pattern: Pattern, segs: Ints, block: int, sides: _Sides, lined: bool
-) -> tuple[Ints, tuple[Free, Free]]:
-    """What has to be tested in each block, 0 in full ones; and the columns that are exempt from a bound."""
-    i, j = sides.runs(one.tiles[segs[:, 0]], segs[:, 4:])
-    found, first = band(pattern), np.flatnonzero(_changes(segs, 3))
-    cut = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, marks(found, i, j)), first)
-    short = np.add.reduceat(segs[:, 6], first) < block
-    if sides.by_keys or not lined or found is None or found.only is not None:
-        # Empty columns are hidden by either test.
-        return np.where(short & (cut == 0), 1, cut), (NO_KEY_FREE, NO_KEY_FREE)
-    alone = np.diff(first, append=len(segs)) == 1
-    i, j = (Run(x.first[first], x.step[first], x.count[first]) for x in (i, j))
-    return lines(found, cut, i, j, alone, short)
-
-
-def _all_marks(marks: Ints, alone: bool) -> int:
-    """Every mark that occurs; 8: both bounds in one block. Runs of dq are filled up with empty blocks, marked 1."""
-    each = int(np.bitwise_or.reduce(marks, initial=0))
-    return each | (8 if (marks & 3 == 3).any() else 0) | (0 if alone else 1)
 
 
 def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:
@@ -292,7 +262,7 @@ class DevicePasses:
 def device_passes(place: Place, config: Config, by_keys: bool, device: torch.device) -> DevicePasses:
     """The passes of the plan, or of the transposed plan (by_keys), on a device."""
     _, n, m, start, step = place
-    sides = _Sides(start, step, by_keys)
+    sides = Sides(start, step, by_keys)
     written = np.zeros(m if by_keys else n, dtype=bool)
     steps: list[DevicePass] = []
     for one, keep in _kept_passes(place, config.tile, by_keys):
@@ -324,7 +294,7 @@ def _kept_passes(place: Place, tile: int, by_keys: bool) -> Iterator[tuple[Pass,
         yield one, None
 
 
-def _owned(tiles: Ints, keep: Pattern | None, sides: _Sides) -> Ints:
+def _owned(tiles: Ints, keep: Pattern | None, sides: Sides) -> Ints:
     """The members whose results a pass with these tiles writes."""
     first, hop, count = tiles.T
     place = np.arange(int(count.max(initial=0)))

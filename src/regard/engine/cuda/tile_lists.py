@@ -1,4 +1,4 @@
-"""Tiles and blocks as lists of members, for short calls and for grids.
+"""Tiles and blocks as lists of members, for short calls and for grids; and which pairs of a block are allowed.
 
 Both sides of the gradients of a short call, for one launch. A plan of few pairs may have several passes, each a
 launch. If the GPU waits for the CPU, the number of launches matters, not the work. So members with the same partners,
@@ -7,7 +7,7 @@ once, by the program that sums it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -23,8 +23,18 @@ from ...pattern.grid import Axis
 from ...progression import Ints
 from ..call import Place
 from ..parts import row_steps
-from .mask import NO_KEY_FREE
-from .schedule import BEGINS, ITEM, WIDTH, DevicePass, DevicePasses, Schedule
+from .call import Config
+from .schedule import (
+    BEGINS,
+    ITEM,
+    TESTED,
+    WIDTH,
+    DevicePass,
+    DevicePasses,
+    Schedule,
+    Sides,
+    device_passes,
+)
 
 EMPTY_PLACE = -1  # marks an empty entry of a tile or a block
 HEAVY = 1.5  # members with so many times the median number of partners get tiles of their own
@@ -112,34 +122,95 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
     return TileLists(np.array(items), tiles[order], full)
 
 
-# Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
-# of 4 × 16 pixels has 10 × 22. Such keys are not a few progressions, and every block would need a mask. So a list
-# holds the keys of a block (as offsets from the first query of the tile) and one bit per pair, which is 1 if the pair
-# is allowed. All tiles at the same distances from the edges share their lists.
+# Masks, for the Hopper kernels: one bit per pair, which is 1 if the pair is allowed. Bits cost less than conditions,
+# and with them the kernels are the same for all patterns. Where a pattern repeats itself, blocks share a mask: most
+# passes have a few.
 
 MEMBERS = 64  # the number of members of a tile, and of a block
-MAX_LISTS = 1 << 14  # for all kinds of tiles together: 20 MiB
-LIST = MEMBERS + 4 * MEMBERS  # words of a list: keys; then four words of sixteen bits for each query
+MASK = 128  # words: one for each thread of a Hopper kernel
+AT_A_TIME = 1024  # masks that are computed at a time: 33 MB of positions
 
 
 @dataclass(frozen=True, eq=False)
-class Lists:
-    """The lists of the blocks of a schedule: word 1 of a block is the number of its list."""
+class Masks:
+    """The masks of the blocks of a schedule. Word 8 of a block: its number of members + 256 × the number of its mask,
+    of which the first allows no pair. If tiles are boxes, a mask is followed by the keys of the block."""
 
-    words: Tensor  # (x, LIST)
-    spread: str  # source code: the distance of query a of a tile from the first one
-    pairs: int  # the number of pairs that are computed
+    words: Tensor  # (x, MASK) or (x, LIST)
+    spread: str | None = None  # boxes: source code of the distance of member a of a tile from the first one
+    pairs: int = 0  # boxes: the number of pairs that are computed
+
+
+@lru_cache(maxsize=256)
+def with_masks(place: Place, config: Config, by_keys: bool, device: torch.device) -> DevicePasses:
+    """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks."""
+    route, sides = device_passes(place, config, by_keys, device), Sides(*place[3:], by_keys)
+    steps = (replace(step, work=_masked(step.work, sides)) for step in route.steps)
+    return replace(route, steps=tuple(steps))
+
+
+def _masked(work: Schedule, sides: Sides) -> Schedule:
+    device, period = work.blocks.device, work.pattern.shift_period if sides.step == 1 else 0
+    blocks = work.blocks.cpu().long()
+    tested = blocks[:, 9] & TESTED != 0
+    words = blocks[tested]
+    words[:, 9] = 0  # marks and number of rows do not matter
+    for at in (2, 5):  # 0: there is no such segment
+        words[:, at : at + 3] *= words[:, at : at + 1] < MEMBERS
+    if period:  # tiles are shifted to the first period, so that equal blocks have equal words
+        by = words[:, 10:11] // period * period
+        words[:, [0, 10]] -= by
+        words[:, [3, 6]] -= by * (words[:, [2, 5]] > 0)
+    distinct, which = torch.unique(words, dim=0, return_inverse=True)
+    some = distinct.split(AT_A_TIME)
+    where = device if len(some) > 1 else distinct.device
+    found = torch.cat([_bits(_allowed(work.pattern, x.to(where), sides)).cpu() for x in some])
+    masks, of = torch.unique(found, dim=0, return_inverse=True)
+    blocks[tested, 8] += 256 * (1 + of[which])
+    masks = torch.cat([torch.zeros((1, MASK), dtype=torch.int32), masks])
+    return replace(work, blocks=blocks.int().to(device), masks=Masks(masks.to(device)))
+
+
+def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
+    """Which pairs of a member of the tile and a column are allowed, in each block: (x, MEMBERS, MEMBERS)."""
+    a, b, c1, a1, b1, c2, a2, b2, end, _, first, hop = words[:, :, None].unbind(1)
+    c = torch.arange(MEMBERS, device=words.device)
+    other = torch.where((c1 > 0) & (c >= c1), a1 + b1 * c, a + b * c)
+    other = torch.where((c2 > 0) & (c >= c2), a2 + b2 * c, other)
+    own, other = (first + hop * c)[:, :, None], other[:, None, :]
+    rows, j = (other, own) if sides.by_keys else (own, other)
+    allowed = torch.as_tensor(pattern.allows(sides.start + sides.step * rows, j), device=words.device)
+    return allowed & (c < end)[:, None].expand(-1, MEMBERS, -1)
+
+
+def _bits(allowed: Tensor) -> Tensor:
+    """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
+    columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by row, u, column."""
+    by_thread = (
+        allowed.view(len(allowed), 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 2, 4, 6).reshape(-1, MASK, 32)
+    )
+    return (by_thread.long() << torch.arange(32, device=allowed.device)).sum(-1).to(torch.int32)
+
+
+# Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
+# of 4 × 16 pixels has 10 × 22. Such keys are not a few progressions, so they are listed (as offsets from the first
+# query of the tile), and every block is tested. All tiles at the same distances from the edges share their lists.
+
+MAX_LISTS = 1 << 14  # for all kinds of tiles together: 20 MiB
+LIST = MASK + MEMBERS  # words: a mask, then keys
 
 
 Along = tuple[Ints, list[tuple[Ints, NDArray[np.bool_]]]]  # what `_kinds` returns for one axis
 
 
-def in_boxes(pattern: Pattern, lines: DevicePasses, by_keys: bool, device: torch.device) -> DevicePasses:
-    """The pass of a grid in boxes, if that has fewer blocks than its pass in lines; otherwise `lines`."""
+def in_boxes(
+    pattern: Pattern, lines: DevicePasses, by_keys: bool, device: torch.device
+) -> DevicePasses | None:
+    """The pass of a grid in boxes, if that has fewer blocks than its pass in lines; otherwise None."""
     if not isinstance(pattern, neighborhood):
-        return lines
+        return None
     made = _boxes(pattern, by_keys, len(lines.steps[0].work.blocks), device)
-    return lines if made is None else DevicePasses((DevicePass(made, None, False, False),), True)
+    return None if made is None else DevicePasses((DevicePass(made, None, False, False),), True)
 
 
 @lru_cache(maxsize=64)
@@ -194,17 +265,16 @@ def _lists(along: list[tuple[Ints, NDArray[np.bool_]]], strides: list[int]) -> l
         allowed = np.kron(allowed, rows)
     made = []
     for at in range(0, len(keys), MEMBERS):
-        here, pairs = keys[at : at + MEMBERS], np.zeros((MEMBERS, MEMBERS), dtype=np.int64)
-        pairs[:, : len(here)] = allowed[:, at : at + MEMBERS]
-        # A thread of a Hopper product holds the columns 8 · x + 2 · y and 8 · x + 2 · y + 1 of a row, for one y.
-        bits = pairs.reshape(MEMBERS, 8, 4, 2).transpose(0, 2, 1, 3).reshape(-1, 16) @ (1 << np.arange(16))
-        made.append((np.concatenate([np.resize(here, MEMBERS), bits]), len(here)))
+        here, pairs = keys[at : at + MEMBERS], np.zeros((1, MEMBERS, MEMBERS), dtype=bool)
+        pairs[0, :, : len(here)] = allowed[:, at : at + MEMBERS]
+        bits = _bits(torch.from_numpy(pairs))[0].numpy()
+        made.append((np.concatenate([bits, np.resize(here, MEMBERS)]), len(here)))
     return made
 
 
 def _schedule(grid: neighborhood, box: tuple[int, ...], along: list[Along], device: torch.device) -> Schedule:
     strides = [prod(grid.grid[at + 1 :]) for at in range(len(box))]
-    words = [np.zeros(LIST, dtype=np.int64)]  # EMPTY_LIST
+    words = [np.zeros(LIST, dtype=np.int64)]  # no pair
     # For each kind of tile, its lists and the number of keys of each.
     known: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     # For each block: the first query of its tile, its list, its number of keys, and whether it begins the tile.
@@ -219,8 +289,8 @@ def _schedule(grid: neighborhood, box: tuple[int, ...], along: list[Along], devi
         rows += [(first, nth, count, at == 0) for at, (nth, count) in enumerate(known[kinds])]
     first_query, nth, count, begins = np.array(rows).T
     blocks = np.zeros((len(rows), WIDTH), dtype=np.int64)
-    blocks[:, [0, 1, 8, 10]], blocks[:, 11] = np.column_stack([first_query, nth, count, first_query]), 1
-    blocks[:, 9] = BEGINS * begins + 256 * MEMBERS
+    blocks[:, [0, 8, 10]], blocks[:, 11] = np.column_stack([first_query, count + 256 * nth, first_query]), 1
+    blocks[:, 9] = TESTED + BEGINS * begins + 256 * MEMBERS
     shifts = np.cumsum([0, *(side.bit_length() - 1 for side in reversed(box))])
     spread = [
         f"((a >> {x}) & {side - 1}) * {stride}" for x, side, stride in zip(shifts, box[::-1], strides[::-1])
@@ -231,8 +301,7 @@ def _schedule(grid: neighborhood, box: tuple[int, ...], along: list[Along], devi
 
     none = torch.zeros((0, ITEM), dtype=torch.int32, device=device)
     return Schedule(
-        pattern=full(), items=none, blocks=to_device(blocks), joins=none, marks=0,
-        free=(NO_KEY_FREE, NO_KEY_FREE), segments=2, ragged=True, slots=0,
+        pattern=full(), items=none, blocks=to_device(blocks), joins=none, segments=2, ragged=True, slots=0,
         ends=np.append(np.flatnonzero(begins)[1:], len(rows)),
-        lists=Lists(to_device(words), " + ".join(spread), MEMBERS * int(count.sum())),
+        masks=Masks(to_device(words), " + ".join(spread), MEMBERS * int(count.sum())),
     )  # fmt: skip

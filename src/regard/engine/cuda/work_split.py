@@ -14,19 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Run, full
-from ...progression import FAR, Ints
+from ...pattern import full
+from ...progression import Ints
 from .call import Layout, exceeds_int32
-from .mask import LOWER, UPPER, band
-from .schedule import BEGINS, EMPTY_LIST, ITEM, MIN_SPLIT, DevicePass, DevicePasses, Schedule, repeated
-from .tile_lists import MEMBERS
+from .schedule import BEGINS, ITEM, MIN_SPLIT, TESTED, DevicePass, DevicePasses, Schedule, repeated
+from .tile_lists import MEMBERS, Masks
 
 MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
+MAX_IN_TILE = 8  # blocks of a tile of chained passes: with more, reading rows again matters less than waiting
 PIECE = 8  # blocks of one piece of a split tile
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
-MAX_POSITION = 1 << 28  # the kernels treat larger positions as "no bound"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,7 @@ class WorkSplit:
     slot: Tensor  # (x,): where the results of a block's tile go; −1: the tile is not split
     joins: Tensor  # (y, 8), as in Schedule
     slots: int
-    lists: Tensor  # the words of tile_lists.Lists; if there are none, `slot`, which is then not read
+    masks: Tensor  # the words of tile_lists.Masks
 
 
 def by_length(route: DevicePasses, programs: int) -> DevicePasses:
@@ -130,12 +129,10 @@ def split_work(
     repeats[ends - 1] += more  # the last block of a run, repeated without members
     blocks, each, ends = np.repeat(blocks, repeats, axis=0), np.repeat(each, repeats), ends + np.cumsum(more)
     empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
-    blocks[empty, 1], blocks[empty, 8], blocks[empty, 9] = EMPTY_LIST, 0, blocks[empty, 9] & ~255 | 1
+    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
     begins = np.append(0, ends[:-1])
     runs = np.column_stack([begins, ends, begins, ends, blocks[begins]])
-    slots = move(each)
-    lists = slots if work.lists is None else work.lists.words
-    return WorkSplit(move(blocks), move(runs), slots, move(joins), int(parted.sum()), lists)
+    return WorkSplit(move(blocks), move(runs), move(each), move(joins), int(parted.sum()), work.masks.words)
 
 
 def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles_each: int) -> Ints:
@@ -218,23 +215,32 @@ def _cut_at(keys: list[Ints], cuts: Ints, max_length: int) -> tuple[Ints, Ints, 
 
 
 def chain(
-    route: DevicePasses, layouts: tuple[Layout, ...], offset: tuple[int, int], by_keys: bool, programs: int
+    route: DevicePasses, layouts: tuple[Layout, ...], programs: int
 ) -> tuple[DevicePass, tuple[Layout, ...], int] | None:
     """All passes of all heads as one, the layouts of flattened heads, and the number of sections; None if one launch
-    cannot contain them, or if a section does not fit into the cache. offset: start and step of the queries.
+    cannot contain them, or if a section does not fit into the cache.
 
-    Words 2 to 6 of a block: by how much a row may at most exceed its column for the pair to be allowed, and a column
-    its row; the counter of its tile, the value that this must have reached, and whether a later tile waits for it.
+    Words 4 to 6 of a block: the counter of its tile, the value that this must have reached, and whether a later tile
+    waits for it.
     """
     b, h, n, d = layouts[0].shape
-    long = as_one_head(layouts)
-    if long is None or not route.joins:
+    long, works = as_one_head(layouts), [x.work for x in route.steps]
+    plain = all(x.keep is None and x.work.segments == 1 and not x.work.slots for x in route.steps)
+    if (
+        long is None
+        or not route.joins
+        or not plain
+        or b * h * sum(len(x.blocks) for x in works) > MAX_CHAINED
+    ):
         return None
-    tables = [_by_lines(step, offset, n, by_keys) for step in route.steps]
+    tables = [x.blocks.cpu().numpy().astype(np.int64) for x in works]
+    masks = [x.masks.words for x in works]
+    for table, before in zip(tables, np.cumsum([0, *map(len, masks)])):
+        table[:, 8] += 256 * before
     table = np.concatenate(tables)
-    if not all(map(len, tables)) or b * h * len(table) > MAX_CHAINED:
+    size = np.concatenate([np.diff(x.ends, prepend=0) for x in works])
+    if size.max() > MAX_IN_TILE:
         return None
-    size = np.concatenate([np.diff(x.work.ends, prepend=0) for x in route.steps])
     begin = np.cumsum(size) - size
     of_pass = np.repeat(np.arange(len(tables)), [len(x.work.ends) for x in route.steps])
     all_rows, count = _stretches(table[begin], n)
@@ -262,36 +268,15 @@ def chain(
     table[:, 4] += count * head[of]
     blocks = torch.from_numpy(table.astype(np.int32)).to(route.steps[0].work.blocks.device)
     work = replace(
-        route.steps[0].work, pattern=full(), blocks=blocks, marks=0, ends=ends, ordered=True, chained=True
+        works[0],
+        pattern=full(),
+        blocks=blocks,
+        ends=ends,
+        ordered=True,
+        chained=True,
+        masks=Masks(torch.cat(masks)),
     )
     return DevicePass(work, None, True, False), long, times * count
-
-
-def _by_lines(step: DevicePass, offset: tuple[int, int], n: int, by_keys: bool) -> Ints:
-    """The blocks of a pass, with the words that define the allowed pairs; none if such words cannot define them.
-
-    A short block is filled up with more rows if the words hide them, so that its end needs no test.
-    """
-    work, found, table = step.work, band(step.work.pattern), step.work.blocks.cpu().numpy().astype(np.int64)
-    if found is None or not (found.low is found.high is found.only is step.keep is None):
-        return table[:0]
-    if work.segments > 1 or work.slots:
-        return table[:0]
-    block = Run(table[:, 0], table[:, 1], table[:, 8])
-    tile = Run(table[:, 10], table[:, 11], table[:, 9] >> 8 & 255)
-    i, j = (block, tile) if by_keys else (tile, block)
-    distance, hop = offset[0] + offset[1] * i.first - j.first, offset[1] * i.step
-    if ((hop != j.step) & (table[:, 9] & 247 != 0)).any():
-        return table[:0]
-    far = ((FAR if found.before is None else found.before) - distance) // hop
-    near = ((FAR if found.after is None else found.after) + distance) // hop
-    table[:, 2:4] = np.clip(np.column_stack([near, far] if by_keys else [far, near]), -MEMBERS, MEMBERS)
-    hidden = (block.count - tile.count + 1 > table[:, 3]) & (block.first + block.step * (MEMBERS - 1) < n)
-    table[:, 8] = np.where(hidden, MEMBERS, block.count)
-    lower, upper = tile.count - 1 > table[:, 2], table[:, 8] - 1 > table[:, 3]
-    marks = LOWER * lower + UPPER * upper + (table[:, 8] < MEMBERS)
-    table[:, 9] = table[:, 9] & ~247 | np.where(table[:, 9] & 247, marks, 0)
-    return table
 
 
 def _stretches(tiles: Ints, n: int) -> tuple[Ints, int]:
@@ -319,7 +304,7 @@ def mix(
         return None
     pieces, others = sorted(route.steps, key=lambda x: not x.work.slots)
     flat, long = flatten_heads(others, step, layouts)
-    untested = pieces.work.marks == 0 and pieces.keep is None
+    untested = not pieces.work.ragged and pieces.keep is None
     if not (pieces.work.slots and untested and others.work.segments <= 2) or flat is others:
         return None
     (b, h, n, _), work = layouts[0].shape, pieces.work
@@ -364,22 +349,21 @@ def as_one_head(layouts: tuple[Layout, ...]) -> tuple[Layout, ...] | None:
 def flatten_heads(
     one: DevicePass, step: int, layouts: tuple[Layout, ...]
 ) -> tuple[DevicePass, tuple[Layout, ...]]:
-    """All heads as one long sequence, if mask and memory layout allow it; otherwise the pass and layouts unchanged.
+    """All heads as one long sequence, if the memory layout allows it; otherwise the pass and layouts unchanged.
 
     With 16 heads and 396 programs a head has 24 programs, and 12 are idle. Flattened, every program has work and the
-    long tiles of all heads start first. Row r of head h becomes row h·n + r, and so does its position in the mask.
+    long tiles of all heads start first. Row r of head h becomes row h·n + r.
     If programs share tiles, heads stay apart, so that the programs of a head read the same rows at the same time.
-    step: between the positions of two queries; those of two keys are 1 apart, so it must be 1.
+    step: between the positions of two members of tiles.
     """
     b, h, n, _ = layouts[0].shape
     times = b * h
-    too_long = times * len(one.work.blocks) > MAX_BLOCKS or times * n > MAX_POSITION
-    if times == 1 or step != 1 or one.work.slots or too_long:
+    if times == 1 or one.work.slots or times * len(one.work.blocks) > MAX_BLOCKS:
         return one, layouts
     long = as_one_head(layouts)
-    # Patterns must allow the same pairs when i and j both shift by n.
-    periods = [p.shift_period for p in (one.work.pattern, one.keep) if p is not None]
-    if long is None or not all(k > 0 and n % k == 0 for k in periods):
+    # The members whose results count must be the same when all shift by n; the masks do not depend on positions.
+    period = 1 if one.keep is None else one.keep.shift_period
+    if long is None or period == 0 or step * n % period:
         return one, layouts
     return replace(one, work=repeated(one.work, times, n)), long
 

@@ -7,13 +7,10 @@ ring buffer; the rows of the next tile are copied as soon as the last scores of 
 """
 
 from .forward import (
-    BEGINS,
     _copy,
     _copy_block,
-    _hide,
     _keys,
     _mine,
-    _note,
     _of_tile,
     _put_part,
     _row,
@@ -24,6 +21,7 @@ from .forward import (
     warpgroup_mma_wait,
 )
 from .static import (
+    BEGINS,
     awaited,
     barrier,
     bits_of,
@@ -34,11 +32,8 @@ from .static import (
     fetch_words,
     gl,
     gluon,
-    hide_listed,
-    hide_past_lines,
+    hide,
     let_next,
-    list_of,
-    listed_rows,
     load_words,
     read_words,
     scores_of,
@@ -95,7 +90,7 @@ def _open(tile, DLSE, LSE2, DELTA, words, start, step, S: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, S.SCORES)
     first, hop, count = _tile(words)
     if S.COVERED:
-        return first, hop, lses.load(ROWS), deltas.load(ROWS)
+        return lses.load(ROWS), deltas.load(ROWS)
     delta = gl.sum(os.load(S.LOAD).to(gl.float32) * dos.load(S.LOAD).to(gl.float32), 1)
     lse2 = lses.load(ROWS) * 1.4426950408889634
     lses.store(delta)  # its place is free now: a buffer more, and one program less would fit
@@ -106,42 +101,22 @@ def _open(tile, DLSE, LSE2, DELTA, words, start, step, S: gl.constexpr):
         delta -= gl.load(DLSE + x, mask=mine, other=0.0)
     gl.store(LSE2 + x, lse2, mask=mine)
     gl.store(DELTA + x, delta, mask=mine)
-    return first, hop, lse2, delta
-
-
-@gluon.jit
-def _lines(row, LISTS, S: gl.constexpr):
-    """If passes are chained, the bounds that hide pairs of a block; for a listed block, the address of its list."""
-    if S.CHAINED:
-        return _spot(row, 0, LISTS, S)
-    elif S.spread is not None:
-        return list_of(row, LISTS)
-    else:
-        return 0
-
-
-@gluon.jit
-def _rows_of(row, flat, LISTS, S: gl.constexpr):
-    """The rows in columns `flat` of a block, −1 in its empty columns."""
-    if S.spread is not None:
-        return listed_rows(row, flat, LISTS)
-    else:
-        return _keys(row, flat, -1, S.SEGMENTS)
+    return lse2, delta
 
 
 @gluon.jit
 def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     """Add block t, whose keys and values are in `here`, to dq; the next is copied to the other half of the ring."""
-    dq, lse2, delta, first, hop, mark, lines, pending = state
+    dq, lse2, delta, mark, mask, pending = state
     qs, dos = tile[0], tile[1]
-    ks, vs, noted = here
-    ks_next, vs_next, noted_next = other
+    ks, vs = here
+    ks_next, vs_next = other
     Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, blocks, strides, start, step, scale, scale2, parts = given
     BLOCKS, ring = blocks
     q_n, do_n, o_n, k_m, v_m, dq_n = strides
-    c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
+    c = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
-    PART, SLOTS, LISTS, bh, all_heads = parts
+    PART, SLOTS, MASKS, bh, all_heads = parts
     async_copy.wait_group(0)
     barrier()
     words, following = read_words(ring, t), read_words(ring, gl.minimum(t + 1, last))
@@ -149,21 +124,20 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     ahead, coming = _row(following, S)
     pending = count_tile(PART, pending, S)
     if (mark & BEGINS) != 0:
-        first, hop, lse2, delta = _open(tile, DLSE, LSE2, DELTA, words, start, step, S)
+        lse2, delta = _open(tile, DLSE, LSE2, DELTA, words, start, step, S)
     product_k = scores_of(qs, ks, zero, S)
     product_v = scores_of(dos, vs, zero, S)
-    bits = bits_of(lines, zero, S)
-    spot = _spot(ahead, c, LISTS, S)
+    bits = bits_of(mask, MASKS, mark, zero, S)
+    spot = _spot(ahead, c, MASKS, S)
     if t < last:
         _copy_block(ks_next, K, spot, k_m, c, S)
         if gl.num_warps() == 4:
             _copy_block(vs_next, V, spot, v_m, c, S)
-        _note(noted_next, ahead, coming, flat, S)
     fetch_words(ring, BLOCKS, gl.minimum(t + 2, last))
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(1 if 4 * S.d > 3 * S.D else 2, deps=[product_k])
-    scores = _hide(scores, noted, mark, lines if S.CHAINED else None, bits, first, hop, start, step, S)
+    scores = hide(scores, bits, mark)
     weights = gl.exp2(scores * scale2 - lse2[:, None])
     dweights = warpgroup_mma_wait(0, deps=[product_v])
     if gl.num_warps() == 8:
@@ -178,11 +152,11 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     left = gl.convert_layout(dscores.to(ks.dtype), gl.DotOperandLayout(0, S.OUT, 2))
     product = warpgroup_mma(left, ks, dq, is_async=True)
     if ends:
-        first = wait_for(first, PART, counter, joins, S)
+        t = wait_for(t, PART, counter, joins, S)
     dq = warpgroup_mma_wait(0, deps=[product])
     if ends:
         barrier()
-        _, _, count = _tile(read_words(ring, t))
+        first, hop, count = _tile(read_words(ring, t))
         x, mine = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
         slot = -1
         if S.SPLIT:
@@ -193,12 +167,12 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
             _put(DQ, ks, dq * scale, x, mine, dq_n, joins, S)
         pending = gl.where(counts > 0, counter, -1) if S.CHAINED else 0
         dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    return dq, lse2, delta, first, hop, coming, _lines(ahead, LISTS, S), pending
+    return dq, lse2, delta, coming, ahead[8] >> 8, pending
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
 def hopper_dq(
-    Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, PART, CHUNKS, BLOCKS, SLOTS, LISTS,
+    Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, PART, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     heads, all_heads, group, n, start, step, scale, scale2, S: gl.constexpr,
 ):  # fmt: skip
@@ -221,7 +195,6 @@ def hopper_dq(
     qs, dos = _two(KIND, [S.R, S.D], S.SHARED)
     os = qs if S.COVERED else gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     lses, deltas = _two(gl.float32, [S.R], LINE)
-    b0, b1 = _two(gl.int32, [S.R], LINE)
     VALUES: gl.constexpr = 1 if gl.num_warps() == 8 else 2  # blocks: for heads of 256, two would not fit
     kr = gl.allocate_shared_memory(KIND, [2, S.R, S.D], S.SHARED)
     vr = gl.allocate_shared_memory(KIND, [VALUES, S.R, S.D], S.SHARED)
@@ -229,27 +202,26 @@ def hopper_dq(
     dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     ring, words = word_ring(), load_words(CHUNKS + 4, 0, S)
     row, mark = _row(words, S)
-    j = _rows_of(row, c, LISTS, S)
+    j = _keys(row, c, MASKS, S)
     _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, words, q_n, do_n, o_n, S)
     _copy(kr.index(lo % 2), K, j, k_m, S)
     _copy(vr.index(lo % 2 * (VALUES - 1)), V, j, v_m, S)
-    _note(b0, row, mark, gl.arange(0, S.R, layout=S.FLAT), S)
     fetch_words(ring, BLOCKS, lo)
     fetch_words(ring, BLOCKS, gl.minimum(lo + 1, last))
     async_copy.commit_group()
     lse2 = gl.zeros([S.R], gl.float32, layout=gl.SliceLayout(1, S.SCORES))
-    state = dq, lse2, lse2, lo, lo, mark, _lines(row, LISTS, S), lo * 0 - 1 if S.CHAINED else 0
+    state = dq, lse2, lse2, mark, row[8] >> 8, lo * 0 - 1 if S.CHAINED else 0
     strides = q_n, do_n, o_n, k_m, v_m, dq_n
-    parts = PART, SLOTS, LISTS, bh, all_heads
+    parts = PART, SLOTS, MASKS, bh, all_heads
     blocks = BLOCKS, ring
     given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, blocks, strides, start, step, scale, scale2, parts
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
-        here = kr.index(at), vr.index(at * (VALUES - 1)), b0
-        other = kr.index(1 - at), vr.index((1 - at) * (VALUES - 1)), b1
+        here = kr.index(at), vr.index(at * (VALUES - 1))
+        other = kr.index(1 - at), vr.index((1 - at) * (VALUES - 1))
         state = _visit_keys(state, t, last, tile, here, other, given, S)
         state = _visit_keys(state, t + 1, last, tile, other, here, given, S)
-    count_last_tile(PART, state[7], S)
+    count_last_tile(PART, state[5], S)
     if S.LATE:
         awaited(lo)
 
@@ -298,55 +270,32 @@ def _add_parts(
 
 
 @gluon.jit
-def _hide_rows(scores, noted, marks, lines, bits, first, hop, S: gl.constexpr):
-    """−∞ for pairs that are not allowed; scores are (keys, rows). Empty columns hold zeros and add nothing."""
-    MMA: gl.constexpr = scores.type.layout
-    if S.CHAINED:
-        return hide_past_lines(scores, marks, lines)
-    if S.spread is not None:
-        return hide_listed(scores, bits)
-    if marks & 7:
-        j = first + hop * gl.arange(0, S.R, layout=gl.SliceLayout(1, MMA))
-        i = noted.load(gl.SliceLayout(0, MMA))
-        if S.allowed is not None:
-            scores = gl.where(S.allowed(i[None, :], j[:, None]), scores, -float("inf"))
-        else:
-            if (S.MARKS & 1) != 0 and (marks & 1) != 0:
-                scores = gl.where(S.high_of(j)[:, None] >= S.lowest(i)[None, :], scores, -float("inf"))
-            if (S.MARKS & 2) != 0 and (marks & 2) != 0:
-                scores = gl.where(S.low_of(j)[:, None] <= S.highest(i)[None, :], scores, -float("inf"))
-    return scores
-
-
-@gluon.jit
 def _fetch_rows(place, row, word, c, flat, given, S: gl.constexpr, WAITS: gl.constexpr = False):
-    """Start to copy q, do, lse and delta of a block of queries, zeros for its empty columns; store their positions.
+    """Start to copy q, do, lse and delta of a block of queries, zeros for its empty columns.
 
     WAITS: wait for the previous kernel, which computes lse and delta.
     """
-    qs, dos, lses, deltas, noted = place
-    Q, DO, LSE2, DELTA, LISTS, q_h, q_n, do_h, do_n, n, start, step = given
+    qs, dos, lses, deltas = place
+    Q, DO, LSE2, DELTA, MASKS, q_h, q_n, do_h, do_n, n = given
     if S.GROUP > 1:
         g = (word >> 16).to(gl.int64)
         Q, DO, LSE2, DELTA = Q + g * q_h, DO + g * do_h, LSE2 + g * n, DELTA + g * n
-    spot = _spot(row, c, LISTS, S)
+    spot = _spot(row, c, MASKS, S)
     _copy_block(qs, Q, spot, q_n, c, S)
     _copy_block(dos, DO, spot, do_n, c, S)
     if WAITS:
         flat = awaited(flat)
-    f = _rows_of(row, flat, LISTS, S)
+    f = _keys(row, flat, MASKS, S)
     fetch(lses, LSE2 + f, mask=f >= 0)
     fetch(deltas, DELTA + f, mask=f >= 0)
-    if not S.CHAINED and S.spread is None and (word & 7) != 0:
-        noted.store(start + step * f)
 
 
 @gluon.jit
 def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexpr):
     """Add block t, whose rows are in `here`, to dk and dv; the next is copied to the other half of the ring."""
-    dk, dv, first, hop, mark, lines, pending = state
-    qs, dos, lses, deltas, noted = here
-    K, V, DK, DV, PART, SLOTS, BLOCKS, ring, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2 = given
+    dk, dv, mark, mask, pending = state
+    qs, dos, lses, deltas = here
+    K, V, DK, DV, PART, SLOTS, BLOCKS, ring, MASKS, k_m, v_m, dk_m, bh, all_heads, scale, scale2 = given
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S.SCORES)
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
@@ -357,14 +306,14 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     ahead, coming = _row(following, S)
     pending = count_tile(PART, pending, S)
     product_q = scores_of(ks, qs, zero, S)
-    bits = bits_of(lines, zero, S)
+    bits = bits_of(mask, MASKS, mark, zero, S)
     if t < last:
         _fetch_rows(other, ahead, coming, c, flat, rows, S)
     fetch_words(ring, BLOCKS, gl.minimum(t + 2, last))
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(0, deps=[product_q])
-    scores = _hide_rows(scores, noted, mark, lines, bits, first, hop, S)
+    scores = hide(scores, bits, mark)
     weights = gl.exp2(scores * scale2 - lses.load(COLUMNS)[None, :])
     left = gl.convert_layout(weights.to(qs.dtype), gl.DotOperandLayout(0, S.OUT, 2))
     product_do = scores_of(vs, dos, zero, S)
@@ -400,15 +349,14 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
         pending = gl.where(counts > 0, counter, -1) if S.CHAINED else 0
         dk = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
         dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-        first, hop, _ = _tile(read_words(ring, gl.minimum(t + 1, last)))
-    return dk, dv, first, hop, coming, _lines(ahead, LISTS, S), pending
+    return dk, dv, coming, ahead[8] >> 8, pending
 
 
-@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "joins", "of_heads", "m", "start"])
+@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "joins", "of_heads", "m"])
 def hopper_dkv(
-    Q, K, V, DO, LSE2, DELTA, DK, DV, PART, CHUNKS, BLOCKS, SLOTS, LISTS,
+    Q, K, V, DO, LSE2, DELTA, DK, DV, PART, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m,
-    heads, all_heads, n, joins, of_heads, m, start, step, scale, scale2, S: gl.constexpr,
+    heads, all_heads, n, joins, of_heads, m, scale, scale2, S: gl.constexpr,
 ):  # fmt: skip
     """Tiles of R keys of one key head, blocks of R rows of one of its GROUP query heads.
 
@@ -431,30 +379,28 @@ def hopper_dkv(
     qr, dor = _two(KIND, [2, S.R, S.D], S.SHARED)
     l0, l1 = _two(gl.float32, [S.R], LINE)
     s0, s1 = _two(gl.float32, [S.R], LINE)
-    i0, i1 = _two(gl.int32, [S.R], LINE)
     dk, dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT), gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     ring, words = word_ring(), load_words(CHUNKS + 4, 0, S)
     row, mark = _row(words, S)
     x = _of_tile(_tile(words), gl.SliceLayout(1, S.LOAD), S)
     _copy(ks, K, x, k_m, S)
     _copy(vs, V, x, v_m, S)
-    rows = Q, DO, LSE2, DELTA, LISTS, q_h, q_n, do_h, do_n, n, start, step
-    place = qr.index(lo % 2), dor.index(lo % 2), l0, s0, i0
+    rows = Q, DO, LSE2, DELTA, MASKS, q_h, q_n, do_h, do_n, n
+    place = qr.index(lo % 2), dor.index(lo % 2), l0, s0
     _fetch_rows(place, row, mark, c, flat, rows, S, S.WAITS)
     fetch_words(ring, BLOCKS, lo)
     fetch_words(ring, BLOCKS, gl.minimum(lo + 1, last))
     async_copy.commit_group()
     flat = let_next(flat)
-    first, hop, _ = _tile(words)
-    state = dk, dv, first, hop, mark, _lines(row, LISTS, S), lo * 0 - 1 if S.CHAINED else 0
-    given = K, V, DK, DV, PART, SLOTS, BLOCKS, ring, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2
+    state = dk, dv, mark, row[8] >> 8, lo * 0 - 1 if S.CHAINED else 0
+    given = K, V, DK, DV, PART, SLOTS, BLOCKS, ring, MASKS, k_m, v_m, dk_m, bh, all_heads, scale, scale2
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
-        here = qr.index(at), dor.index(at), l0, s0, i0
-        other = qr.index(1 - at), dor.index(1 - at), l1, s1, i1
+        here = qr.index(at), dor.index(at), l0, s0
+        other = qr.index(1 - at), dor.index(1 - at), l1, s1
         state = _visit_rows(state, t, last, ks, vs, here, other, rows, given, S)
         state = _visit_rows(state, t + 1, last, ks, vs, other, here, rows, given, S)
-    count_last_tile(PART, state[6], S)
+    count_last_tile(PART, state[4], S)
     if not S.WAITS:
         joins = awaited(joins)
     if S.ADDS:

@@ -9,6 +9,9 @@ Shared memory holds one block of keys and two of values; for heads of 256 one of
 """
 
 from .static import (
+    BEGINS,
+    LIST,
+    MASK,
     awaited,
     barrier,
     bits_of,
@@ -16,13 +19,9 @@ from .static import (
     fetch,
     gl,
     gluon,
-    hide_listed,
-    hide_past_line,
-    hide_past_lines,
+    hide,
     hopper,
     let_next,
-    list_of,
-    listed_rows,
     load_words,
     member,
     rescale_ptx,
@@ -34,23 +33,14 @@ from .static import (
 async_copy, warpgroup_mma = hopper.async_copy, hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
 
-# Marks of a block: 1, 2 its lower, upper bound is to be tested, 4 every pair, 8 begins a tile; the others: see lines.
-# If passes are chained, mark 1 means that the block has empty columns.
-BEGINS, FAR = gl.constexpr(8), gl.constexpr(1 << 30)
-
 
 @gluon.jit
 def _row(words, S: gl.constexpr):
-    """The words of a block: up to three segments, their end, first row and step of its tile; and its marks. If passes
-    are chained, instead of a second segment: the largest differences row − column and column − row.
-
-    Loaded two blocks ahead, because a load waits behind the copies in flight.
-    """
+    """The words of a block: up to three segments, their end with the number of its mask, first row and step of its
+    tile; and its marks. Loaded two blocks ahead, because a load waits behind the copies in flight."""
     a, b = word(words, 0), word(words, 1)
     c1, a1, b1, c2, a2, b2 = a, a, a, a, a, a
-    if S.CHAINED:
-        c1, a1 = word(words, 2), word(words, 3)
-    elif S.SEGMENTS > 1:
+    if S.SEGMENTS > 1:
         c1, a1, b1 = word(words, 2), word(words, 3), word(words, 4)
     if S.SEGMENTS > 2:
         c2, a2, b2 = word(words, 5), word(words, 6), word(words, 7)
@@ -72,67 +62,17 @@ def _of_tile(tile, LAYOUT: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _keys(row, c, past, SEGMENTS: gl.constexpr):
-    """The keys in columns c of a block, and `past` in its empty columns."""
+def _keys(row, c, MASKS, S: gl.constexpr):
+    """The keys in columns c of a block, and −1 in its empty columns."""
     a, b, c1, a1, b1, c2, a2, b2, end, _, _ = row
     j = a + b * c
-    if SEGMENTS > 1:
-        j = gl.where(c < c1, j, a1 + b1 * c)
-    if SEGMENTS > 2:
-        j = gl.where(c < c2, j, a2 + b2 * c)
-    return gl.where(c < end, j, past)
-
-
-@gluon.jit
-def _note(noted, row, marks, flat, S: gl.constexpr):
-    """Store what the keys of a block are compared with, one number per key: its bound; or the key itself, −1 in empty
-    columns, if both bounds or every pair are tested."""
-    if not S.CHAINED and (S.MARKS & 7) != 0 and (marks & 7) != 0:
-        j = _keys(row, flat, -1, S.SEGMENTS)
-        if S.allowed is not None:
-            noted.store(j)
-        else:
-            if (S.MARKS & 8) != 0 and (marks & 3) == 3:
-                noted.store(j)
-            else:
-                if marks & 1:
-                    noted.store(gl.where(j >= 0, S.high_of(j), -FAR))
-                if marks & 2:
-                    noted.store(gl.where(j >= 0, S.low_of(j), FAR))
-
-
-@gluon.jit
-def _hide(scores, noted, marks, spot, bits, first, hop, start, step, S: gl.constexpr):
-    """Hide pairs that are not allowed: past a line, or else by what was noted when the block was fetched.
-
-    spot: what `_spot` gives; None where no block is cut by a line. bits: of listed blocks.
-    """
-    MMA: gl.constexpr = scores.type.layout
-    if S.CHAINED:
-        return hide_past_lines(scores, marks, spot)
     if S.spread is not None:
-        return hide_listed(scores, bits)
-    if S.allowed is None and spot is not None:
-        scores = hide_past_line(scores, marks, spot[0], spot[2], start + step * first, S)
-    if (S.MARKS & 7) != 0 and (marks & 7) != 0:
-        i = start + step * (first + hop * gl.arange(0, S.R, layout=gl.SliceLayout(1, MMA)))
-        if S.allowed is not None:
-            j = noted.load(gl.SliceLayout(0, MMA))
-            scores = gl.where(S.allowed(i[:, None], j[None, :]) & (j >= 0)[None, :], scores, -float("inf"))
-        else:
-            if (S.MARKS & 8) != 0 and (marks & 3) == 3:
-                j = noted.load(gl.SliceLayout(0, MMA))
-                high = gl.where(j >= 0, S.high_of(j), -FAR)
-                scores = gl.where(high[None, :] >= S.lowest(i)[:, None], scores, -float("inf"))
-                scores = gl.where(S.low_of(j)[None, :] <= S.highest(i)[:, None], scores, -float("inf"))
-            else:
-                if marks & 1:
-                    high = noted.load(gl.SliceLayout(0, MMA))
-                    scores = gl.where(high[None, :] >= S.lowest(i)[:, None], scores, -float("inf"))
-                if marks & 2:
-                    low = noted.load(gl.SliceLayout(0, MMA))
-                    scores = gl.where(low[None, :] <= S.highest(i)[:, None], scores, -float("inf"))
-    return scores
+        j = a + gl.load(MASKS + (end >> 8) * LIST + MASK + c)
+    elif S.SEGMENTS > 1:
+        j = gl.where(c < c1, j, a1 + b1 * c)
+        if S.SEGMENTS > 2:
+            j = gl.where(c < c2, j, a2 + b2 * c)
+    return gl.where(c < (end & 255), j, -1)
 
 
 FADE_64, OF_64 = (gl.constexpr(x) for x in rescale_ptx(32))
@@ -334,17 +274,13 @@ def _copy(place, X, x, stride, S: gl.constexpr):
 
 
 @gluon.jit
-def _spot(row, c, LISTS, S: gl.constexpr):
-    """Where a block's rows are: first, step and number if it is one segment, else the row of each column. If passes
-    are chained, also the bounds that hide its pairs; for a listed block, also the address of its list."""
-    if S.CHAINED:
-        return row[0], row[1], row[8], row[2], row[3]
-    elif S.spread is not None:
-        return row[0], listed_rows(row, c, LISTS), row[8], list_of(row, LISTS)
-    elif S.SEGMENTS == 1:
-        return row[0], row[1], row[8]
+def _spot(row, c, MASKS, S: gl.constexpr):
+    """Where a block's rows are: first, step and number if it is one segment, else the row of each column; and the
+    number of its mask."""
+    if S.SEGMENTS == 1:
+        return row[0], row[1], row[8] & 255, row[8] >> 8
     else:
-        return row[0], _keys(row, c, -1, S.SEGMENTS), row[8]
+        return row[0], _keys(row, c, MASKS, S), row[8] & 255, row[8] >> 8
 
 
 @gluon.jit
@@ -370,7 +306,7 @@ def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
 def hopper_forward(
-    Q, K, V, O, LSE, PART_O, PART_LSE, CHUNKS, BLOCKS, SLOTS, LISTS,
+    Q, K, V, O, LSE, PART_O, PART_LSE, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, S: gl.constexpr,
 ):  # fmt: skip
@@ -385,30 +321,27 @@ def hopper_forward(
     if S.LETS:
         lo = let_next(lo)
     parts = PART_O, PART_LSE, SLOTS, bh, all_heads
-    c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
+    c = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))
     KIND: gl.constexpr = Q.dtype.element_ty
     qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     ks = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     # Blocks; if there is one, the next is copied when the product has ended.
     VALUES: gl.constexpr = 1 if S.D == 256 else 2
     vs = gl.allocate_shared_memory(KIND, [VALUES, S.R, S.D], S.SHARED)
-    noted = gl.allocate_shared_memory(gl.int32, [2, S.R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
     acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     row, mark = _row(load_words(CHUNKS + 4, 0, S), S)
     following, coming = _row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
     _fetch_queries(qs, Q, row, mark, q_n, S)
-    begun = _spot(row, c, LISTS, S)
-    _note(noted.index(lo % 2), row, mark, flat, S)
+    begun = _spot(row, c, MASKS, S)
     _copy_block(ks, K, begun, k_m, c, S)
     async_copy.commit_group()
     _copy_block(vs.index(0), V, begun, v_m, c, S)
     async_copy.commit_group()
-    _note(noted.index((lo + 1) % 2), following, coming, flat, S)
     first, hop, _ = _tile(row, mark)
     next_first, next_hop, _ = _tile(following, coming)
     row, after = _row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)
-    spot, bits = _spot(following, c, LISTS, S), bits_of(begun[-1], zero, S)
+    spot, bits = _spot(following, c, MASKS, S), bits_of(begun[3], MASKS, mark, zero, S)
     async_copy.wait_group(1)
     barrier()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
@@ -419,7 +352,7 @@ def hopper_forward(
     async_copy.commit_group()
     if VALUES == 1:  # as after the values of a later block, which are copied last
         async_copy.commit_group()
-    scores = _hide(scores, noted.index(lo % 2), mark, begun, bits, first, hop, start, step, S)
+    scores = hide(scores, bits, mark)
     yes = lo == lo  # the first block begins a tile
     weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, S.OUT, 2)
@@ -437,8 +370,7 @@ def hopper_forward(
             hopper.fence_async_shared()  # the one before the product with keys did not wait for the values
             barrier()
         product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
-        ahead, bits = _spot(row, c, LISTS, S), bits_of(spot[-1], zero, S)
-        _note(noted.index(t % 2), row, after, flat, S)
+        ahead, bits = _spot(row, c, MASKS, S), bits_of(spot[3], MASKS, coming, zero, S)
         later_row, later = _row(load_words(BLOCKS, gl.minimum(t + 3, last), S), S)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
@@ -449,9 +381,7 @@ def hopper_forward(
             _fetch_queries(qs, Q, row, after, q_n, S)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
-        scores = _hide(
-            scores, noted.index((t + 1) % 2), coming, spot, bits, next_first, next_hop, start, step, S
-        )
+        scores = hide(scores, bits, coming)
         acc = warpgroup_mma_wait(0, deps=[product_v])
         if VALUES == 1 and not begins:
             barrier()

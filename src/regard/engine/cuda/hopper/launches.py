@@ -10,7 +10,7 @@ from ..call import CallLayout, Config, Layout, base2, contiguous, padded
 from ..launches import PARTS, Launches, _merge, _multiprocessors, _sum, passes
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
-from ..tile_lists import in_boxes
+from ..tile_lists import in_boxes, with_masks
 from ..triton.forward import merge_kernel
 from ..work_split import WorkSplit, by_length, chain, flatten_heads, mix, split_work
 from .backward import hopper_dkv, hopper_dq
@@ -35,9 +35,11 @@ def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePass
     """The passes of the plan, those of a grid in boxes if that is less work; long tiles are passes of their own, but
     not boxes, as what adds up the parts of a tile expects that its rows have one step."""
     lines, (b, h) = passes(call, config, by_keys), call.tensors[1 if by_keys else 0].shape[:2]
-    route = in_boxes(call.task.pattern, lines, by_keys, call.device)
+    boxes = in_boxes(call.task.pattern, lines, by_keys, call.device)
+    if boxes is not None:
+        return boxes
     programs = max(programs_at_a_time(config, call.device) // (b * h), 1)
-    return by_length(route, programs) if route is lines else route
+    return by_length(with_masks(call.place, config, by_keys, call.device), programs)
 
 
 def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
@@ -63,11 +65,11 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
             *q.strides, *k.strides, *v.strides, *(call.output if flat is step else contiguous(b, h, n, d)).strides,
             h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), early=step.accumulates or late,
             S=hopper_static(flat, config, call)._replace(
-                below=flat.work.free[0], above=flat.work.free[1], SPLIT=cut.slots > 0, LATE=late,
+                SPLIT=cut.slots > 0, LATE=late,
                 LETS=apart or cut.slots > 0 or any(later.accumulates for later, *_ in flattened[nth + 1 :]),
             ),
         )  # fmt: skip
-        names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot, cut.lists
+        names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot, cut.masks
         launches += [(launch, names), _merge(call.output, cut.joins, config, place, step, early=True)]
         parts = max(parts, cut.slots * config.tile)
     if apart:  # merged in the end: the passes overlap
@@ -80,11 +82,12 @@ def gradient_passes(
 ) -> tuple[DevicePasses, list[tuple[DevicePass, tuple[Layout, ...]]], int]:
     """The passes as planned; what is launched, with flattened heads if possible, and the layouts of its tensors; and
     the number of counters that tiles wait for, if all passes are one launch, otherwise 0."""
-    route, place = hopper_passes(call, config, by_keys), (call.task.start, call.task.step)
-    chained = chain(route, call.tensors, place, by_keys, programs_at_a_time(config, call.device))
+    route = hopper_passes(call, config, by_keys)
+    chained = chain(route, call.tensors, programs_at_a_time(config, call.device))
     if chained is not None:
         return route, [chained[:2]], chained[2]
-    return route, [flatten_heads(step, place[1], call.tensors) for step in route.steps], 0
+    apart = 1 if by_keys else call.task.step
+    return route, [flatten_heads(step, apart, call.tensors) for step in route.steps], 0
 
 
 def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
@@ -110,7 +113,7 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
             ),
         )  # fmt: skip
         made = "lse2", "delta", "dq", "counters" if counters else "part"
-        tables = cut.chunks, cut.blocks, cut.slot, cut.lists
+        tables = cut.chunks, cut.blocks, cut.slot, cut.masks
         names = "q", "k", "v", "o", "do", "lse", "dlse", *made, *tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
         total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step))
@@ -143,7 +146,7 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
             part = f"part{nth}"
             workspace[part] = cut.slots * 2 * b * h_kv * config.tile * padded(d)
         slots = cut.slot if adds is None else adds[1]
-        tables = cut.chunks, cut.blocks, slots, cut.lists
+        tables = cut.chunks, cut.blocks, slots, cut.masks
         names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, *tables
         launches.append((launch, names))
         if cut.slots and not added[nth + 1]:
@@ -175,7 +178,7 @@ def _by_keys(
     launch = Launch(
         hopper_dkv, len(cut.chunks) * b * heads, config,
         *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides, heads, b * heads, q.shape[2],
-        0 if left is None else len(left[1]), rows * h_kv, m, task.start, task.step, task.scale, base2(task.scale),
+        0 if left is None else len(left[1]), rows * h_kv, m, task.scale, base2(task.scale),
         early=not chained, cooperative=chained, S=hopper_static(step, config, call)._replace(
             WAITS=nth == 0 or step.accumulates, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
             adds=None if left is None else keep(left[0].keep),

@@ -1,4 +1,4 @@
-"""The compile-time constants of the Hopper kernels (sizes, layouts, the tests of a pattern), and steps in PTX."""
+"""The compile-time constants of the Hopper kernels (sizes and layouts), and steps in PTX."""
 
 import struct
 from functools import lru_cache
@@ -9,7 +9,7 @@ import torch
 from .... import compat
 from ....pattern import Pattern
 from ..call import CallLayout, Config, padded
-from ..mask import NO_KEY_FREE, Free, band, expression, function
+from ..mask import expression, function
 from ..schedule import DevicePass
 
 gluon, gl, hopper = compat.gluon()
@@ -23,17 +23,11 @@ PER_ROW = 8
 class Static(NamedTuple):
     """Compile-time constants, S in the kernels: tiles and blocks of R members, heads of width d ≤ D.
 
-    Layouts define which thread holds which numbers: rows being copied, one number per key, scores, outputs; and the
-    layout of rows in shared memory.
+    Layouts define which thread holds which numbers: rows being copied, one number per key, scores, outputs, words of
+    a mask; and the layout of rows in shared memory.
     """
 
-    lowest: Any  # i → the lower bound of its keys, if a block is tested by two bounds
-    highest: Any
-    low_of: Any  # j → what is compared with the upper bound, j unless it is free of it
-    high_of: Any
-    allowed: Any  # (i, j) → whether the pair is allowed, if every pair is tested; else None
     keep: Any  # (x, x) → whether the results of member x count; None: all do
-    MARKS: int  # all marks that occur
     R: int
     d: int  # the width of a head; zeros are put behind
     D: int
@@ -43,10 +37,9 @@ class Static(NamedTuple):
     SCORES: Any
     OUT: Any
     SHARED: Any
+    WORDS: Any  # of a mask
     ACCUMULATES: bool  # this pass continues from the results of an earlier one
     COVERED: bool  # dq: an earlier pass has computed lse (base 2) and delta of all its rows
-    below: Free = NO_KEY_FREE  # forward: places that no lower bound hides
-    above: Free = NO_KEY_FREE
     LETS: bool = False  # forward: the next launch starts early
     HAS_DLSE: bool = False  # dq: the log-sum-exp has a gradient
     GROUP: int = 1  # dk and dv: query heads per key head
@@ -55,7 +48,7 @@ class Static(NamedTuple):
     ADDS: bool = False  # dk and dv: at its end, this launch adds up the parts that the previous one left
     adds: Any = None  # … of the keys that this selects
     LATE: bool = False  # forward, dq: it starts at once, and may not end before the previous kernel
-    CHAINED: bool = False  # of several passes: blocks say what is hidden, and what a tile waits for
+    CHAINED: bool = False  # of several passes: the words of a block say what its tile waits for
     # If tiles are boxes and blocks are lists, forward: a → the distance of row a of a tile from its first row.
     spread: Any = None
 
@@ -71,33 +64,16 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
         gl.NVMMADistributedLayout([3, 0], [4, by], [16, block // by, 16]),
         gl.NVMMADistributedLayout([3, 0], [4, by], [16, d // by, 16]),
         gl.NVMMASharedLayout.get_default_for([block, d], kind),
+        # The thread that holds pairs of rows 16 · x + y and 16 · x + y + 8: its word is in row 8 · x + y.
+        gl.DistributedLinearLayout(
+            [], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [0, 0]][: 1 + by], [], [32, 4]
+        ),
     )
-    sizes = [work.marks, config.tile, width, d, work.segments]
-    made = Static(*[*tests(work.pattern), keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
-    lists = work.lists
-    spread = None if lists is None else function("spread", "a", lists.spread, gluon.jit, {"gl": gl})
+    sizes = [config.tile, width, d, work.segments]
+    made = Static(*[keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
+    text = work.masks.spread
+    spread = None if text is None else function("spread", "a", text, gluon.jit, {"gl": gl})
     return made._replace(CHAINED=work.chained, spread=spread)
-
-
-@lru_cache(maxsize=1024)
-def tests(pattern: Pattern) -> tuple[Any, ...]:
-    """What the kernel tests in a block that needs a test, as in `Static`: two bounds, or else every pair."""
-    found = band(pattern)
-    if found is None:
-        return None, None, None, None, function("allowed", "i, j", expression(pattern), gluon.jit, {"gl": gl})
-    far = 1 << 30
-
-    def freed(keys: Pattern | None, to: int) -> str:
-        body = "j" if keys is None else f"gl.where({expression(keys)}, {to}, j)"
-        return body if found.only is None else f"gl.where({expression(found.only)}, {body}, {-to})"
-
-    bodies = (
-        ("lowest", "i", f"i * 0 - {far // 2}" if found.before is None else f"i - {found.before}"),
-        ("highest", "i", f"i * 0 + {far // 2}" if found.after is None else f"i + {found.after}"),
-        ("low_of", "j", freed(found.high, -far)),
-        ("high_of", "j", freed(found.low, far)),
-    )
-    return *(function(*one, gluon.jit, {"gl": gl}) for one in bodies), None
 
 
 @lru_cache(maxsize=1024)
@@ -172,63 +148,11 @@ def scores_of(a, b, zero, S: gl.constexpr):
         )
 
 
-# Pairs that are hidden because a straight line cuts their block (see mask.lines).
+# Which pairs of a block are allowed (see tile_lists.py). A block that has to be tested has a mask: one bit for each
+# of the 32 pairs of a thread. If the tile is a box, the keys of the block follow.
 
-LINES, UPPER, LOWER, FREES = (gl.constexpr(x) for x in (112, 32, 64, 128))
-HIDDEN = gl.constexpr(-1e38)  # added to a score, so that its weight is 0
-
-
-@gluon.jit
-def _past(like, row: gl.constexpr, place: gl.constexpr, beyond):
-    """1 where row · the number of the row + place · that of the place is past `beyond`, else 0.
-
-    A sum clamped to [0, 1], of what differs by thread and is computed once, and of a constant for the compiler.
-    """
-    MMA: gl.constexpr = like.type.layout
-    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, MMA))[:, None]
-    c = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, MMA))[None, :]
-    own, known = place * (c & 6) + row * (r & ~8), place * (c & ~6) + row * (r & 8)
-    both = [(own - beyond).to(gl.float32), known.to(gl.float32)]
-    return gl.inline_asm_elementwise("add.sat.f32 $0, $1, $2;", "=f,f,f", both, gl.float32, True, 1)
-
-
-@gluon.jit
-def _unless_free(hidden, marks, free: gl.constexpr):
-    """0 at the places that are free of a bound, if the block has some."""
-    if free[0] > 1:
-        c = gl.arange(0, hidden.shape[1], layout=gl.SliceLayout(0, hidden.type.layout))[None, :]
-        hidden = gl.where((c % free[0] == free[1]) & ((marks & FREES) != 0), 0.0, hidden)
-    return hidden
-
-
-@gluon.jit
-def hide_past_line(scores, marks, a, end, i, S: gl.constexpr):
-    """If a line cuts the block of keys from a on, hide the pairs beyond it; i is the position of the first query."""
-    if (marks & LINES) != 0:
-        if (marks & LOWER) != 0:
-            scores += HIDDEN * _unless_free(_past(scores, 1, -1, a - S.lowest(i)), marks, S.below)
-        elif (marks & UPPER) != 0:
-            scores += HIDDEN * _unless_free(_past(scores, -1, 1, S.highest(i) - a), marks, S.above)
-        else:
-            scores += HIDDEN * _past(scores, 0, 1, end - 1)
-    return scores
-
-
-@gluon.jit
-def hide_past_lines(scores, marks, spot):
-    """As `hide_past_line`, where rows and places have one step: by what the words of the block say."""
-    _, _, end, most, least = spot
-    if (marks & LOWER) != 0:
-        scores += HIDDEN * _past(scores, 1, -1, most)
-    if (marks & UPPER) != 0:
-        scores += HIDDEN * _past(scores, -1, 1, least)
-    if (marks & 1) != 0:
-        scores += HIDDEN * _past(scores, 0, 1, end - 1)
-    return scores
-
-
-# A list, for a block of a tile that is a box (see tile_lists.py): 64 keys, then four words of 16 bits for each row.
-LIST = gl.constexpr(64 + 4 * 64)
+BEGINS, TESTED = gl.constexpr(8), gl.constexpr(1)  # marks of a block, see schedule.py
+MASK, LIST = gl.constexpr(128), gl.constexpr(128 + 64)  # words
 
 
 @gluon.jit
@@ -241,37 +165,29 @@ def member(first, hop, a, S: gl.constexpr):
 
 
 @gluon.jit
-def list_of(row, LISTS):
-    """The address of a block's list."""
-    return LISTS + row[1] * LIST
+def bits_of(mask, MASKS, marks, like, S: gl.constexpr):
+    """A thread's word of mask number `mask`, for each of its two rows: (rows, 4); 0 if the block is not tested.
+
+    It is read long before it is used, because a load waits behind the copies in flight.
+    """
+    y = like.reshape([64, 8, 4, 2])
+    a = gl.arange(0, 32, layout=gl.SliceLayout(1, S.WORDS))[:, None]
+    b = gl.arange(0, 4, layout=gl.SliceLayout(0, S.WORDS))[None, :]
+    at = MASKS + mask * (MASK if S.spread is None else LIST)
+    word = gl.load(at + 4 * a + b, mask=(a >= 0) & ((marks & TESTED) != 0), other=0).reshape([4, 8, 4])
+    both = gl.join(word, word).permute((0, 3, 1, 2)).reshape([64, 4])
+    return gl.convert_layout(both, gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout)), assert_trivial=True)
 
 
 @gluon.jit
-def listed_rows(row, c, LISTS):
-    """As `_keys`, for a listed block: −1 in its empty columns."""
-    return gl.where(c < row[8], row[0] + gl.load(list_of(row, LISTS) + c), -1)
-
-
-@gluon.jit
-def bits_of(at, like, S: gl.constexpr):
-    """Which pairs of the block whose list is at `at` are allowed, one bit for each of the 16 that a thread holds of a
-    row; they are read long before they are used. 0 if blocks are not listed."""
-    if S.spread is not None:
-        y = like.reshape([S.R, S.R // 8, 4, 2])
-        EACH: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
-        r = gl.arange(0, S.R, layout=gl.SliceLayout(1, EACH))
-        quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, EACH))
-        return gl.load(at + S.R + 4 * r[:, None] + quarter[None, :])
-    else:
-        return 0
-
-
-@gluon.jit
-def hide_listed(scores, bits):
-    """−∞ for the pairs whose bit is not set."""
-    c = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))[None, :]
-    nth = ((c & ~7) >> 2) + (c & 1)  # the bit of column c, a constant for the compiler
-    return gl.where((each(bits, scores) & (1 << nth)) != 0, scores, -float("inf"))
+def hide(scores, bits, marks):
+    """−∞ for the pairs of a tested block whose bit is not set."""
+    if (marks & TESTED) != 0:
+        r = gl.arange(0, 64, layout=gl.SliceLayout(1, scores.type.layout))[:, None]
+        c = gl.arange(0, 64, layout=gl.SliceLayout(0, scores.type.layout))[None, :]
+        nth = ((r & 8) << 1) + ((c & ~7) >> 2) + (c & 1)  # the bit of a pair, a constant for the compiler
+        scores = gl.where((each(bits, scores) & (1 << nth)) != 0, scores, -float("inf"))
+    return scores
 
 
 @gluon.jit
