@@ -258,6 +258,17 @@ def test_blocks_share_their_masks_where_a_pattern_repeats_itself(pattern, n, num
     assert [len(step.work.masks.words) for step in masked(pattern, n, by_keys).steps] == numbers
 
 
+def test_masks_are_computed_whatever_the_default_device_is():
+    from regard.engine.cuda.call import Config
+    from regard.engine.cuda.tile_lists import with_masks
+
+    given = (causal() & window(70), 200, 200, 0, 1), Config(64, 64, 4, 1), False, CPU
+    (expected,) = with_masks.__wrapped__(*given).steps
+    with torch.device("meta"):
+        (step,) = with_masks.__wrapped__(*given).steps
+    assert torch.equal(step.work.masks.words, expected.work.masks.words)
+
+
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_many_masks_are_computed_in_parts(monkeypatch, by_keys):
     from regard.engine.cuda import tile_lists

@@ -167,7 +167,7 @@ def _masked(work: Schedule, sides: Sides) -> Schedule:
     found = torch.cat([_bits(_allowed(work.pattern, x.to(where), sides)).cpu() for x in some])
     masks, of = torch.unique(found, dim=0, return_inverse=True)
     blocks[tested, 8] += 256 * (1 + of[which])
-    masks = torch.cat([torch.zeros((1, MASK), dtype=torch.int32), masks])
+    masks = torch.cat([masks.new_zeros((1, MASK)), masks])
     return replace(work, blocks=blocks.int().to(device), masks=Masks(masks.to(device)))
 
 
@@ -196,7 +196,7 @@ def _bits(allowed: Tensor) -> Tensor:
 # of 4 × 16 pixels has 10 × 22. Such keys are not a few progressions, so they are listed (as offsets from the first
 # query of the tile), and every block is tested. All tiles at the same distances from the edges share their lists.
 
-MAX_LISTS = 1 << 14  # for all kinds of tiles together: 20 MiB
+MAX_LISTS = 1 << 14  # for all kinds of tiles together: 12 MiB
 LIST = MASK + MEMBERS  # words: a mask, then keys
 
 
