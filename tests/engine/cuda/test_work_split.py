@@ -149,6 +149,8 @@ def test_with_flattened_heads_every_program_has_work_and_none_much_more_than_its
         # Every 64th key, or row, is computed by another pass; 64 divides neither 4128 nor three times that.
         {"pattern": window(64) | every(64), "n": 4128, "by_keys": True},
         {"pattern": window(64) | rows(64) | every(64), "n": 4128, "step": 3},
+        # The last position of the last head is 6 · 4095 · 90000, which 32 bits do not hold.
+        {"pattern": window(64) | rows(63) | every(63), "n": 4095, "step": 90000},
         {"pattern": window(40), "strides": (3 * 208 * 8, 8, 3 * 8, 1)},  # heads behind positions
         {"pattern": window(40), "b": 1, "h": 1},
     ],

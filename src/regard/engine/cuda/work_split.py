@@ -361,9 +361,10 @@ def flatten_heads(
     if times == 1 or one.work.slots or times * len(one.work.blocks) > MAX_BLOCKS:
         return one, layouts
     long = as_one_head(layouts)
-    # The members whose results count must be the same when all shift by n; the masks do not depend on positions.
+    # The members whose results count must be the same when all shift by n, and a kernel computes their positions in
+    # 32 bits; the masks do not depend on positions.
     period = 1 if one.keep is None else one.keep.shift_period
-    if long is None or period == 0 or step * n % period:
+    if long is None or period == 0 or step * n % period or (period > 1 and step * n * times >= 2**31):
         return one, layouts
     return replace(one, work=repeated(one.work, times, n)), long
 
