@@ -43,10 +43,9 @@ def steps(pattern, n, by_keys):
 
 def masked(pattern, n, by_keys=False, place=(0, 1)):
     """The passes of the Hopper kernels, with their masks."""
-    from regard.engine.cuda.call import Config
     from regard.engine.cuda.tile_lists import with_masks
 
-    return with_masks((pattern, n, n, *place), Config(64, 64, 4, 1), by_keys, CPU)
+    return with_masks((pattern, n, n, *place), by_keys, CPU)
 
 
 def split(work, programs, group=1, multiple=1, **how):
@@ -261,10 +260,9 @@ def test_blocks_share_their_masks_where_a_pattern_repeats_itself(pattern, n, num
 
 
 def test_masks_are_computed_whatever_the_default_device_is():
-    from regard.engine.cuda.call import Config
     from regard.engine.cuda.tile_lists import with_masks
 
-    given = (causal() & window(70), 200, 200, 0, 1), Config(64, 64, 4, 1), False, CPU
+    given = (causal() & window(70), 200, 200, 0, 1), False, CPU
     (expected,) = with_masks.__wrapped__(*given).steps
     with torch.device("meta"):
         (step,) = with_masks.__wrapped__(*given).steps
@@ -488,14 +486,10 @@ GRIDS = [
 
 
 def passes_of_grid(pattern, by_keys=False):
-    from regard.engine.cuda.call import default
-    from regard.engine.cuda.schedule import device_passes
     from regard.engine.cuda.tile_lists import in_boxes
 
-    n, configs = getattr(pattern, "size", 4096), default(64, 64, torch.bfloat16)
-    config = configs.hopper_dkv if by_keys else configs.hopper_forward
-    boxes = in_boxes(pattern, device_passes((pattern, n, n, 0, 1), config, by_keys, CPU), by_keys, CPU)
-    return boxes or masked(pattern, n, by_keys)
+    n = getattr(pattern, "size", 4096)
+    return in_boxes((pattern, n, n, 0, 1), by_keys, CPU) or masked(pattern, n, by_keys)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])

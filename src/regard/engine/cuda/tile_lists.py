@@ -128,6 +128,7 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
 
 MEMBERS = 64  # the number of members of a tile, and of a block
 MASK = 128  # words: one for each thread of a Hopper kernel
+TILES = Config(MEMBERS, MEMBERS, 4, 1)  # of all Hopper kernels; their other numbers do not matter here
 AT_A_TIME = 1024  # masks that are computed at a time: 33 MB of positions
 
 
@@ -142,9 +143,10 @@ class Masks:
 
 
 @lru_cache(maxsize=256)
-def with_masks(place: Place, config: Config, by_keys: bool, device: torch.device) -> DevicePasses:
-    """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks."""
-    route, sides = device_passes(place, config, by_keys, device), Sides(*place[3:], by_keys)
+def with_masks(place: Place, by_keys: bool, device: torch.device) -> DevicePasses:
+    """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks: those of forward are
+    those of dq. The passes without masks are not kept."""
+    route, sides = device_passes.__wrapped__(place, TILES, by_keys, device), Sides(*place[3:], by_keys)
     steps = (replace(step, work=_masked(step.work, sides)) for step in route.steps)
     return replace(route, steps=tuple(steps))
 
@@ -203,13 +205,12 @@ LIST = MASK + MEMBERS  # words: a mask, then keys
 Along = tuple[Ints, list[tuple[Ints, NDArray[np.bool_]]]]  # what `_kinds` returns for one axis
 
 
-def in_boxes(
-    pattern: Pattern, lines: DevicePasses, by_keys: bool, device: torch.device
-) -> DevicePasses | None:
+def in_boxes(place: Place, by_keys: bool, device: torch.device) -> DevicePasses | None:
     """The pass of a grid in boxes, if that has fewer blocks than its pass in lines; otherwise None."""
-    if not isinstance(pattern, neighborhood):
+    if not isinstance(place[0], neighborhood):
         return None
-    made = _boxes(pattern, by_keys, len(lines.steps[0].work.blocks), device)
+    lines = device_passes(place, TILES, by_keys, device)
+    made = _boxes(place[0], by_keys, len(lines.steps[0].work.blocks), device)
     return None if made is None else DevicePasses((DevicePass(made, None, False, False),), True)
 
 
