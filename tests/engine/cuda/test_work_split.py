@@ -3,6 +3,7 @@
 import importlib.util
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -267,6 +268,43 @@ def test_masks_are_computed_whatever_the_default_device_is():
     with torch.device("meta"):
         (step,) = with_masks.__wrapped__(*given).steps
     assert torch.equal(step.work.masks.words, expected.work.masks.words)
+
+
+@pytest.mark.parametrize("numbers_are_distinct", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_equal_blocks_are_found_by_a_number_for_each_and_by_their_words_where_those_are_equal(
+    monkeypatch, count, numbers_are_distinct
+):
+    from regard.engine.cuda import tile_lists
+
+    rows = np.random.default_rng(count).integers(-(1 << 31), 1 << 31, size=(40, 12))
+    rows = rows[np.random.default_rng(1).integers(40, size=count)]
+    if not numbers_are_distinct:
+        monkeypatch.setattr(tile_lists, "FACTORS", np.zeros_like(tile_lists.FACTORS))
+    found, which = tile_lists._distinct(rows)
+    assert len(found) == len({tuple(x) for x in rows.tolist()}) and np.array_equal(found[which], rows)
+
+
+def test_no_rows_are_sorted_to_find_equal_blocks(monkeypatch):
+    """With two million blocks that takes eight seconds of the first call; sorting numbers takes one."""
+    from regard.engine.cuda import tile_lists
+    from regard.engine.cuda.schedule import Sides
+
+    (step,) = masked(causal() & window(70), 700).steps
+    for module, name in ((torch, "dim"), (np, "axis")):
+        monkeypatch.setattr(module, "unique", partial(unique_numbers, module.unique, name))
+    made = tile_lists._masked(replace(step.work, blocks=unmasked(step.work.blocks)), Sides(0, 1, False))
+    assert torch.equal(made.blocks, step.work.blocks) and torch.equal(made.masks.words, step.work.masks.words)
+
+
+def unique_numbers(unique, axis, x, **how):
+    assert how.get(axis) is None, "rows are sorted"
+    return unique(x, **how)
+
+
+def unmasked(blocks):
+    """Blocks without the numbers of their masks."""
+    return torch.where(torch.arange(12) == 8, blocks & 255, blocks)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])

@@ -129,6 +129,7 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
 MEMBERS = 64  # the number of members of a tile, and of a block
 MASK = 128  # words: one for each thread of a Hopper kernel
 TILES = Config(MEMBERS, MEMBERS, 4, 1)  # of all Hopper kernels; their other numbers do not matter here
+FACTORS = np.random.default_rng(0).integers(1 << 62, size=MASK)  # of the words of a row, modulo 2⁶⁴
 AT_A_TIME = 1024  # masks that are computed at a time: 33 MB of positions
 
 
@@ -144,8 +145,8 @@ class Masks:
 
 @lru_cache(maxsize=256)
 def with_masks(place: Place, by_keys: bool, device: torch.device) -> DevicePasses:
-    """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks: those of forward are
-    those of dq. The passes without masks are not kept."""
+    """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks; forward and dq
+    share them. The passes without masks are not kept."""
     route, sides = device_passes.__wrapped__(place, TILES, by_keys, device), Sides(*place[3:], by_keys)
     steps = (replace(step, work=_masked(step.work, sides)) for step in route.steps)
     return replace(route, steps=tuple(steps))
@@ -153,7 +154,7 @@ def with_masks(place: Place, by_keys: bool, device: torch.device) -> DevicePasse
 
 def _masked(work: Schedule, sides: Sides) -> Schedule:
     device, period = work.blocks.device, work.pattern.shift_period if sides.step == 1 else 0
-    blocks = work.blocks.cpu().long()
+    blocks = work.blocks.cpu().numpy().astype(np.int64)
     tested = blocks[:, 9] & TESTED != 0
     words = blocks[tested]
     words[:, 9] = 0  # marks and number of rows do not matter
@@ -163,14 +164,24 @@ def _masked(work: Schedule, sides: Sides) -> Schedule:
         by = words[:, 10:11] // period * period
         words[:, [0, 10]] -= by
         words[:, [3, 6]] -= by * (words[:, [2, 5]] > 0)
-    distinct, which = torch.unique(words, dim=0, return_inverse=True)
-    some = distinct.split(AT_A_TIME)
-    where = device if len(some) > 1 else distinct.device
+    distinct, which = _distinct(words)
+    some = torch.from_numpy(distinct).split(AT_A_TIME)
+    where = device if len(some) > 1 else some[0].device
     found = torch.cat([_bits(_allowed(work.pattern, x.to(where), sides)).cpu() for x in some])
-    masks, of = torch.unique(found, dim=0, return_inverse=True)
+    masks, of = _distinct(found.numpy())
     blocks[tested, 8] += 256 * (1 + of[which])
-    masks = torch.cat([masks.new_zeros((1, MASK)), masks])
-    return replace(work, blocks=blocks.int().to(device), masks=Masks(masks.to(device)))
+    words = np.concatenate([np.zeros_like(masks, shape=(1, MASK)), masks])
+    moved, words = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (blocks, words))
+    return replace(work, blocks=moved, masks=Masks(words))
+
+
+def _distinct(rows: Ints) -> tuple[Ints, Ints]:
+    """The distinct rows, and which of them each row is, by a number for each row: sorting rows takes far longer."""
+    number = np.einsum("rc,c->r", rows, FACTORS[: rows.shape[1]])
+    _, first, which = np.unique(number, return_index=True, return_inverse=True)
+    if (rows != rows[first][which]).any():  # different rows have one number
+        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return rows[first], which.ravel()
 
 
 def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:

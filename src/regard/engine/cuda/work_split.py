@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import full
 from ...progression import Ints
 from .call import Layout, exceeds_int32
 from .schedule import BEGINS, ITEM, MIN_SPLIT, TESTED, DevicePass, DevicePasses, Schedule, repeated
@@ -226,12 +225,8 @@ def chain(
     b, h, n, d = layouts[0].shape
     long, works = as_one_head(layouts), [x.work for x in route.steps]
     plain = all(x.keep is None and x.work.segments == 1 and not x.work.slots for x in route.steps)
-    if (
-        long is None
-        or not route.joins
-        or not plain
-        or b * h * sum(len(x.blocks) for x in works) > MAX_CHAINED
-    ):
+    fits = b * h * sum(len(x.blocks) for x in works) <= MAX_CHAINED
+    if long is None or not (route.joins and plain and fits):
         return None
     tables = [x.blocks.cpu().numpy().astype(np.int64) for x in works]
     masks = [x.masks.words for x in works]
@@ -267,15 +262,8 @@ def chain(
     table[:, [0, 10]] += n * head[of][:, None]
     table[:, 4] += count * head[of]
     blocks = torch.from_numpy(table.astype(np.int32)).to(route.steps[0].work.blocks.device)
-    work = replace(
-        works[0],
-        pattern=full(),
-        blocks=blocks,
-        ends=ends,
-        ordered=True,
-        chained=True,
-        masks=Masks(torch.cat(masks)),
-    )
+    together = Masks(torch.cat(masks))
+    work = replace(works[0], blocks=blocks, ends=ends, ordered=True, chained=True, masks=together)
     return DevicePass(work, None, True, False), long, times * count
 
 
