@@ -348,3 +348,8 @@ def test_a_chained_block_that_a_prefix_ends_counts_no_more_rows():
 
 def test_a_call_with_passes_by_keys_alone_waits_for_its_inputs():
     check(ONLY_BY_KEYS)
+
+
+def test_global_rows_with_blocks_of_two_progressions_are_not_mixed_with_blocks_of_one():
+    some = rows(128) & (sinks(1248) | ~sinks(1312))  # 19 blocks and a half on either side
+    check(Case(some | window(16) - rows(128), 2560, h=2, programs=24))

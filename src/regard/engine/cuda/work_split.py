@@ -284,7 +284,7 @@ def mix(
     route: DevicePasses, layouts: tuple[Layout, ...], step: int, programs: int, dynamic_share: float
 ) -> tuple[DevicePass, DevicePass, tuple[Layout, ...], WorkSplit] | None:
     """Two passes that write different rows, of which the first is split into pieces that need no test: the first, the
-    second with flattened heads (the kernel is compiled for it), its layouts, and the blocks of both; otherwise None.
+    second with flattened heads (the kernel is compiled for its segments), its layouts, the blocks of both; or None.
 
     Word 7 of a block is the slot of its piece, over all heads; −1: its tile is not split.
     """
@@ -292,8 +292,8 @@ def mix(
         return None
     pieces, others = sorted(route.steps, key=lambda x: not x.work.slots)
     flat, long = flatten_heads(others, step, layouts)
-    untested = not pieces.work.ragged and pieces.keep is None
-    if not (pieces.work.slots and untested and others.work.segments <= 2) or flat is others:
+    plain = not (pieces.work.ragged or pieces.keep is not None or flat is others)
+    if not (plain and pieces.work.slots and pieces.work.segments <= others.work.segments <= 2):
         return None
     (b, h, n, _), work = layouts[0].shape, pieces.work
     times, per_tile = b * h, np.diff(work.ends, prepend=0)
