@@ -130,7 +130,7 @@ MEMBERS = 64  # the number of members of a tile, and of a block
 MASK = 128  # words: one for each thread of a Hopper kernel
 TILES = Config(MEMBERS, MEMBERS, 4, 1)  # of all Hopper kernels; their other numbers do not matter here
 FACTORS = np.random.default_rng(0).integers(1 << 62, size=MASK)  # of the words of a row, modulo 2⁶⁴
-AT_A_TIME = 1024  # masks that are computed at a time: 33 MB of positions
+AT_A_TIME = 1024  # masks that are computed at a time: 17 MB of bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,10 +199,9 @@ def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
 def _bits(allowed: Tensor) -> Tensor:
     """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
     columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by row, u, column."""
-    by_thread = (
-        allowed.view(len(allowed), 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 2, 4, 6).reshape(-1, MASK, 32)
-    )
-    return (by_thread.long() << torch.arange(32, device=allowed.device)).sum(-1).to(torch.int32)
+    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 2, 4, 6).reshape(-1, MASK, 32)
+    nth = torch.arange(32, dtype=torch.int32, device=allowed.device)
+    return (of_thread.int() << nth).sum(-1, dtype=torch.int32)  # int64 takes four times as long
 
 
 # Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
