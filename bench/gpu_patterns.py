@@ -213,7 +213,7 @@ def compile_one(job) -> str:
     """Fill Triton's disk cache from a process of its own, so that many compile at once."""
     kind, pattern, n, d, config = job
     try:
-        one_kernel(kind, pattern, n, d, Config(*config, lines=kind == "stream"))()
+        one_kernel(kind, pattern, n, d, Config(*config))()
         torch.cuda.synchronize()
         return ""
     except Exception as error:
@@ -232,7 +232,7 @@ def sweep(widths, kinds, out) -> None:
     for kind, pattern, n, d, c in jobs:
         try:
             torch.manual_seed(0)  # every configuration is given the same numbers
-            call = one_kernel(kind, pattern, n, d, Config(*c, lines=kind == "stream"))
+            call = one_kernel(kind, pattern, n, d, Config(*c))
             norms = (
                 [x.double().norm().item() for x in call()]
                 if kind != "dq"

@@ -24,7 +24,6 @@ from regard.costs.subject import Subject, largest
 from regard.costs.trace.attention import H200
 from regard.costs.trace.device import INDEX
 from regard.costs.trace.kernels import sort_needs, sum_needs
-from regard.engine.cuda import launches
 
 MODELS = ("transformer-base", "gpt2", "vit-b16", "bert-base")
 ROWS = json.loads((Path(__file__).parents[3] / "bench/results/2026-11-15-h200-cost.json").read_text())
@@ -479,9 +478,12 @@ def test_the_peak_is_explained_by_module_and_kind():
 
 def test_a_trace_leaves_nothing_in_the_caches_of_a_real_device(monkeypatch):
     """The engine keeps launch tables by device: those of a trace are meta tensors, which no kernel may read."""
-    kept, real = [], launches.device_passes
+    pytest.importorskip("triton.experimental.gluon")
+    from regard.engine.cuda.hopper import launches
+
+    kept, real = [], launches.with_masks
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launches, "device_passes", lambda *given: kept.append(given[-1]) or real(*given))
+    monkeypatch.setattr(launches, "with_masks", lambda *given: kept.append(given[-1]) or real(*given))
     pattern = rg.causal() & (rg.rows(64) | rg.strided(64))  # for Hopper: one long tile, a pass of its own
     block = rg.Block(rg.Attention(128, heads=2, pattern=pattern), rg.FeedForward(64))
     # Adam asks CUDA about graphs, which is an error without a GPU.

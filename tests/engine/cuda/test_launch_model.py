@@ -17,8 +17,8 @@ from regard.engine.cuda.hopper import launches as hopper
 from regard.engine.cuda.hopper.launches import forward as forward_launches
 from regard.engine.cuda.hopper.launches import hopper_passes
 from regard.engine.cuda.prepared import Launch
-from regard.engine.cuda.schedule import TESTED
-from regard.engine.cuda.tile_lists import in_boxes
+from regard.engine.cuda.schedule import TESTED, device_passes
+from regard.engine.cuda.tile_lists import in_boxes, with_masks
 from regard.engine.cuda.work_split import by_length, chain, split_work
 from regard.pattern import (
     Pattern,
@@ -171,6 +171,14 @@ def test_grids_count_every_pair_once(shape, border):
             check(Case(pattern, math.prod(shape), h=2, programs=1))
 
 
+def test_forward_and_dq_share_their_tables_and_none_is_kept_twice():
+    device_passes.cache_clear()
+    with_masks.cache_clear()
+    check(CHAINED)
+    assert with_masks.cache_info().currsize == 2  # by queries, by keys
+    assert device_passes.cache_info().currsize == 0
+
+
 # The model itself: each fault of the launches is reported
 
 
@@ -199,7 +207,7 @@ def changed_split(change):
 
 
 def boxes_by_length(call, config, by_keys):
-    route = in_boxes(call.task.pattern, hopper.passes(call, config, by_keys), by_keys, call.device)
+    route = in_boxes(call.place, by_keys, call.device)
     return by_length(route, hopper.programs_at_a_time(config, call.device))
 
 
@@ -340,3 +348,8 @@ def test_a_chained_block_that_a_prefix_ends_counts_no_more_rows():
 
 def test_a_call_with_passes_by_keys_alone_waits_for_its_inputs():
     check(ONLY_BY_KEYS)
+
+
+def test_global_rows_with_blocks_of_two_progressions_are_not_mixed_with_blocks_of_one():
+    some = rows(128) & (sinks(1248) | ~sinks(1312))  # 19 blocks and a half on either side
+    check(Case(some | window(16) - rows(128), 2560, h=2, programs=24))

@@ -3,6 +3,7 @@
 import importlib.util
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -43,10 +44,9 @@ def steps(pattern, n, by_keys):
 
 def masked(pattern, n, by_keys=False, place=(0, 1)):
     """The passes of the Hopper kernels, with their masks."""
-    from regard.engine.cuda.call import Config
     from regard.engine.cuda.tile_lists import with_masks
 
-    return with_masks((pattern, n, n, *place), Config(64, 64, 4, 1), by_keys, CPU)
+    return with_masks((pattern, n, n, *place), by_keys, CPU)
 
 
 def split(work, programs, group=1, multiple=1, **how):
@@ -102,7 +102,7 @@ def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(p
     (step,) = device_passes((pattern, 704, 704, 0, 1), Config(16, 8, 1, 1), False, CPU).steps
     assert step.work.segments == 1
     blocks = step.work.blocks.numpy()
-    tests = blocks[(blocks[:, 1] == 1) & (blocks[:, 9] & 7 > 0)]  # of neighboring keys, those a bound cuts
+    tests = blocks[(blocks[:, 1] == 1) & (blocks[:, 9] & 1 > 0)]  # of neighboring keys, those a bound cuts
     assert all((tests[:, 10] == first).sum() == masked for first in range(80, 640, 16))
 
 
@@ -149,6 +149,8 @@ def test_with_flattened_heads_every_program_has_work_and_none_much_more_than_its
         # Every 64th key, or row, is computed by another pass; 64 divides neither 4128 nor three times that.
         {"pattern": window(64) | every(64), "n": 4128, "by_keys": True},
         {"pattern": window(64) | rows(64) | every(64), "n": 4128, "step": 3},
+        # The last position of the last head is 6 · 4095 · 90000, which 32 bits do not hold.
+        {"pattern": window(64) | rows(63) | every(63), "n": 4095, "step": 90000},
         {"pattern": window(40), "strides": (3 * 208 * 8, 8, 3 * 8, 1)},  # heads behind positions
         {"pattern": window(40), "b": 1, "h": 1},
     ],
@@ -256,6 +258,53 @@ def test_the_blocks_that_fill_a_run_are_empty_and_begin_no_tile():
 )
 def test_blocks_share_their_masks_where_a_pattern_repeats_itself(pattern, n, numbers, by_keys):
     assert [len(step.work.masks.words) for step in masked(pattern, n, by_keys).steps] == numbers
+
+
+def test_masks_are_computed_whatever_the_default_device_is():
+    from regard.engine.cuda.tile_lists import with_masks
+
+    given = (causal() & window(70), 200, 200, 0, 1), False, CPU
+    (expected,) = with_masks.__wrapped__(*given).steps
+    with torch.device("meta"):
+        (step,) = with_masks.__wrapped__(*given).steps
+    assert torch.equal(step.work.masks.words, expected.work.masks.words)
+
+
+@pytest.mark.parametrize("numbers_are_distinct", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_equal_blocks_are_found_by_a_number_for_each_and_by_their_words_where_those_are_equal(
+    monkeypatch, count, numbers_are_distinct
+):
+    from regard.engine.cuda import tile_lists
+
+    rows = np.random.default_rng(count).integers(-(1 << 31), 1 << 31, size=(40, 12))
+    rows = rows[np.random.default_rng(1).integers(40, size=count)]
+    if not numbers_are_distinct:
+        monkeypatch.setattr(tile_lists, "FACTORS", np.zeros_like(tile_lists.FACTORS))
+    found, which = tile_lists._distinct(rows)
+    assert len(found) == len({tuple(x) for x in rows.tolist()}) and np.array_equal(found[which], rows)
+
+
+def test_no_rows_are_sorted_to_find_equal_blocks(monkeypatch):
+    """With two million blocks that takes eight seconds of the first call; sorting numbers takes one."""
+    from regard.engine.cuda import tile_lists
+    from regard.engine.cuda.schedule import Sides
+
+    (step,) = masked(causal() & window(70), 700).steps
+    for module, name in ((torch, "dim"), (np, "axis")):
+        monkeypatch.setattr(module, "unique", partial(unique_numbers, module.unique, name))
+    made = tile_lists._masked(replace(step.work, blocks=unmasked(step.work.blocks)), Sides(0, 1, False))
+    assert torch.equal(made.blocks, step.work.blocks) and torch.equal(made.masks.words, step.work.masks.words)
+
+
+def unique_numbers(unique, axis, x, **how):
+    assert how.get(axis) is None, "rows are sorted"
+    return unique(x, **how)
+
+
+def unmasked(blocks):
+    """Blocks without the numbers of their masks."""
+    return torch.where(torch.arange(12) == 8, blocks & 255, blocks)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -475,14 +524,10 @@ GRIDS = [
 
 
 def passes_of_grid(pattern, by_keys=False):
-    from regard.engine.cuda.call import default
-    from regard.engine.cuda.schedule import device_passes
     from regard.engine.cuda.tile_lists import in_boxes
 
-    n, configs = getattr(pattern, "size", 4096), default(64, 64, torch.bfloat16)
-    config = configs.hopper_dkv if by_keys else configs.hopper_forward
-    boxes = in_boxes(pattern, device_passes((pattern, n, n, 0, 1), config, by_keys, CPU), by_keys, CPU)
-    return boxes or masked(pattern, n, by_keys)
+    n = getattr(pattern, "size", 4096)
+    return in_boxes((pattern, n, n, 0, 1), by_keys, CPU) or masked(pattern, n, by_keys)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])

@@ -128,7 +128,9 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
 
 MEMBERS = 64  # the number of members of a tile, and of a block
 MASK = 128  # words: one for each thread of a Hopper kernel
-AT_A_TIME = 1024  # masks that are computed at a time: 33 MB of positions
+TILES = Config(MEMBERS, MEMBERS, 4, 1)  # of all Hopper kernels; their other numbers do not matter here
+FACTORS = np.random.default_rng(0).integers(1 << 62, size=MASK)  # of the words of a row, modulo 2⁶⁴
+AT_A_TIME = 1024  # masks that are computed at a time: 17 MB of bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,16 +144,17 @@ class Masks:
 
 
 @lru_cache(maxsize=256)
-def with_masks(place: Place, config: Config, by_keys: bool, device: torch.device) -> DevicePasses:
-    """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks."""
-    route, sides = device_passes(place, config, by_keys, device), Sides(*place[3:], by_keys)
+def with_masks(place: Place, by_keys: bool, device: torch.device) -> DevicePasses:
+    """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks; forward and dq
+    share them. The passes without masks are not kept."""
+    route, sides = device_passes.__wrapped__(place, TILES, by_keys, device), Sides(*place[3:], by_keys)
     steps = (replace(step, work=_masked(step.work, sides)) for step in route.steps)
     return replace(route, steps=tuple(steps))
 
 
 def _masked(work: Schedule, sides: Sides) -> Schedule:
     device, period = work.blocks.device, work.pattern.shift_period if sides.step == 1 else 0
-    blocks = work.blocks.cpu().long()
+    blocks = work.blocks.cpu().numpy().astype(np.int64)
     tested = blocks[:, 9] & TESTED != 0
     words = blocks[tested]
     words[:, 9] = 0  # marks and number of rows do not matter
@@ -161,14 +164,24 @@ def _masked(work: Schedule, sides: Sides) -> Schedule:
         by = words[:, 10:11] // period * period
         words[:, [0, 10]] -= by
         words[:, [3, 6]] -= by * (words[:, [2, 5]] > 0)
-    distinct, which = torch.unique(words, dim=0, return_inverse=True)
-    some = distinct.split(AT_A_TIME)
-    where = device if len(some) > 1 else distinct.device
+    distinct, which = _distinct(words)
+    some = torch.from_numpy(distinct).split(AT_A_TIME)
+    where = device if len(some) > 1 else some[0].device
     found = torch.cat([_bits(_allowed(work.pattern, x.to(where), sides)).cpu() for x in some])
-    masks, of = torch.unique(found, dim=0, return_inverse=True)
+    masks, of = _distinct(found.numpy())
     blocks[tested, 8] += 256 * (1 + of[which])
-    masks = torch.cat([torch.zeros((1, MASK), dtype=torch.int32), masks])
-    return replace(work, blocks=blocks.int().to(device), masks=Masks(masks.to(device)))
+    words = np.concatenate([np.zeros_like(masks, shape=(1, MASK)), masks])
+    moved, words = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (blocks, words))
+    return replace(work, blocks=moved, masks=Masks(words))
+
+
+def _distinct(rows: Ints) -> tuple[Ints, Ints]:
+    """The distinct rows, and which of them each row is, by a number for each row: sorting rows takes far longer."""
+    number = np.einsum("rc,c->r", rows, FACTORS[: rows.shape[1]])
+    _, first, which = np.unique(number, return_index=True, return_inverse=True)
+    if (rows != rows[first][which]).any():  # different rows have one number
+        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return rows[first], which.ravel()
 
 
 def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
@@ -186,30 +199,28 @@ def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
 def _bits(allowed: Tensor) -> Tensor:
     """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
     columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by row, u, column."""
-    by_thread = (
-        allowed.view(len(allowed), 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 2, 4, 6).reshape(-1, MASK, 32)
-    )
-    return (by_thread.long() << torch.arange(32, device=allowed.device)).sum(-1).to(torch.int32)
+    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 2, 4, 6).reshape(-1, MASK, 32)
+    nth = torch.arange(32, dtype=torch.int32, device=allowed.device)
+    return (of_thread.int() << nth).sum(-1, dtype=torch.int32)  # int64 takes four times as long
 
 
 # Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
 # of 4 × 16 pixels has 10 × 22. Such keys are not a few progressions, so they are listed (as offsets from the first
 # query of the tile), and every block is tested. All tiles at the same distances from the edges share their lists.
 
-MAX_LISTS = 1 << 14  # for all kinds of tiles together: 20 MiB
+MAX_LISTS = 1 << 14  # for all kinds of tiles together: 12 MiB
 LIST = MASK + MEMBERS  # words: a mask, then keys
 
 
 Along = tuple[Ints, list[tuple[Ints, NDArray[np.bool_]]]]  # what `_kinds` returns for one axis
 
 
-def in_boxes(
-    pattern: Pattern, lines: DevicePasses, by_keys: bool, device: torch.device
-) -> DevicePasses | None:
+def in_boxes(place: Place, by_keys: bool, device: torch.device) -> DevicePasses | None:
     """The pass of a grid in boxes, if that has fewer blocks than its pass in lines; otherwise None."""
-    if not isinstance(pattern, neighborhood):
+    if not isinstance(place[0], neighborhood):
         return None
-    made = _boxes(pattern, by_keys, len(lines.steps[0].work.blocks), device)
+    lines = device_passes(place, TILES, by_keys, device)
+    made = _boxes(place[0], by_keys, len(lines.steps[0].work.blocks), device)
     return None if made is None else DevicePasses((DevicePass(made, None, False, False),), True)
 
 

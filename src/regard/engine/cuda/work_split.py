@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import full
 from ...progression import Ints
 from .call import Layout, exceeds_int32
 from .schedule import BEGINS, ITEM, MIN_SPLIT, TESTED, DevicePass, DevicePasses, Schedule, repeated
@@ -226,12 +225,8 @@ def chain(
     b, h, n, d = layouts[0].shape
     long, works = as_one_head(layouts), [x.work for x in route.steps]
     plain = all(x.keep is None and x.work.segments == 1 and not x.work.slots for x in route.steps)
-    if (
-        long is None
-        or not route.joins
-        or not plain
-        or b * h * sum(len(x.blocks) for x in works) > MAX_CHAINED
-    ):
+    fits = b * h * sum(len(x.blocks) for x in works) <= MAX_CHAINED
+    if long is None or not (route.joins and plain and fits):
         return None
     tables = [x.blocks.cpu().numpy().astype(np.int64) for x in works]
     masks = [x.masks.words for x in works]
@@ -267,15 +262,8 @@ def chain(
     table[:, [0, 10]] += n * head[of][:, None]
     table[:, 4] += count * head[of]
     blocks = torch.from_numpy(table.astype(np.int32)).to(route.steps[0].work.blocks.device)
-    work = replace(
-        works[0],
-        pattern=full(),
-        blocks=blocks,
-        ends=ends,
-        ordered=True,
-        chained=True,
-        masks=Masks(torch.cat(masks)),
-    )
+    together = Masks(torch.cat(masks))
+    work = replace(works[0], blocks=blocks, ends=ends, ordered=True, chained=True, masks=together)
     return DevicePass(work, None, True, False), long, times * count
 
 
@@ -296,7 +284,7 @@ def mix(
     route: DevicePasses, layouts: tuple[Layout, ...], step: int, programs: int, dynamic_share: float
 ) -> tuple[DevicePass, DevicePass, tuple[Layout, ...], WorkSplit] | None:
     """Two passes that write different rows, of which the first is split into pieces that need no test: the first, the
-    second with flattened heads (the kernel is compiled for it), its layouts, and the blocks of both; otherwise None.
+    second with flattened heads (the kernel is compiled for its segments), its layouts, the blocks of both; or None.
 
     Word 7 of a block is the slot of its piece, over all heads; −1: its tile is not split.
     """
@@ -304,8 +292,8 @@ def mix(
         return None
     pieces, others = sorted(route.steps, key=lambda x: not x.work.slots)
     flat, long = flatten_heads(others, step, layouts)
-    untested = not pieces.work.ragged and pieces.keep is None
-    if not (pieces.work.slots and untested and others.work.segments <= 2) or flat is others:
+    plain = not (pieces.work.ragged or pieces.keep is not None or flat is others)
+    if not (plain and pieces.work.slots and pieces.work.segments <= others.work.segments <= 2):
         return None
     (b, h, n, _), work = layouts[0].shape, pieces.work
     times, per_tile = b * h, np.diff(work.ends, prepend=0)
@@ -361,9 +349,10 @@ def flatten_heads(
     if times == 1 or one.work.slots or times * len(one.work.blocks) > MAX_BLOCKS:
         return one, layouts
     long = as_one_head(layouts)
-    # The members whose results count must be the same when all shift by n; the masks do not depend on positions.
+    # The members whose results count must be the same when all shift by n, and a kernel computes their positions in
+    # 32 bits; the masks do not depend on positions.
     period = 1 if one.keep is None else one.keep.shift_period
-    if long is None or period == 0 or step * n % period:
+    if long is None or period == 0 or step * n % period or (period > 1 and step * n * times >= 2**31):
         return one, layouts
     return replace(one, work=repeated(one.work, times, n)), long
 

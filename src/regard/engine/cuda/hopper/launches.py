@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call import CallLayout, Config, Layout, base2, contiguous, padded
-from ..launches import PARTS, Launches, _merge, _multiprocessors, _sum, passes
+from ..launches import PARTS, Launches, _merge, _multiprocessors, _sum
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..tile_lists import in_boxes, with_masks
@@ -34,12 +34,9 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
 def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
     """The passes of the plan, those of a grid in boxes if that is less work; long tiles are passes of their own, but
     not boxes, as what adds up the parts of a tile expects that its rows have one step."""
-    lines, (b, h) = passes(call, config, by_keys), call.tensors[1 if by_keys else 0].shape[:2]
-    boxes = in_boxes(call.task.pattern, lines, by_keys, call.device)
-    if boxes is not None:
-        return boxes
+    (b, h), where = call.tensors[1 if by_keys else 0].shape[:2], (call.place, by_keys, call.device)
     programs = max(programs_at_a_time(config, call.device) // (b * h), 1)
-    return by_length(with_masks(call.place, config, by_keys, call.device), programs)
+    return in_boxes(*where) or by_length(with_masks(*where), programs)
 
 
 def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:

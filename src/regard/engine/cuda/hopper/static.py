@@ -49,7 +49,7 @@ class Static(NamedTuple):
     adds: Any = None  # … of the keys that this selects
     LATE: bool = False  # forward, dq: it starts at once, and may not end before the previous kernel
     CHAINED: bool = False  # of several passes: the words of a block say what its tile waits for
-    # If tiles are boxes and blocks are lists, forward: a → the distance of row a of a tile from its first row.
+    # If tiles are boxes and blocks are lists: a → the distance of member a of a tile from its first member.
     spread: Any = None
 
 
