@@ -20,10 +20,6 @@ from torch import Tensor
 # What observes a call: transforms of torch.func, dispatch modes, autocast.
 
 
-def _always() -> bool:
-    return True
-
-
 def _first(*candidates: Callable[[], Any]) -> Any:
     """The first candidate that can be looked up."""
     for candidate in candidates:
@@ -51,11 +47,11 @@ def _autocast_on_any_device() -> bool:
 # () → bool: whether a transform of torch.func is active. If that is unknown, a call counts as observed: it then runs
 # by operations that every transform supports.
 transforms_active: Callable[[], bool] = _first(
-    lambda: torch._C._are_functorch_transforms_active, _transform_level, lambda: _always
+    lambda: torch._C._are_functorch_transforms_active, _transform_level, lambda: lambda: True
 )
 # () → number of active dispatch modes, or whether there are any.
 dispatch_modes: Callable[[], int | bool] = _first(
-    lambda: torch._C._len_torch_dispatch_stack, _dispatch_mode, lambda: _always
+    lambda: torch._C._len_torch_dispatch_stack, _dispatch_mode, lambda: lambda: True
 )
 autocast_active: Callable[[], bool] = _first(
     lambda: torch._C._is_any_autocast_enabled, lambda: _autocast_on_any_device
@@ -200,9 +196,8 @@ def can_read_flash_node() -> bool:
     with torch.inference_mode(False), torch.enable_grad(), own:
         x = torch.zeros(1, 1, 1, 8, device="cpu", requires_grad=True)
         node = sdpa(x, x, x).grad_fn
-    return (
-        node is not None and node.name() == FLASH_NODE and all(hasattr(node, name) for name in _FLASH_SAVED)
-    )
+    is_flash = node is not None and node.name() == FLASH_NODE
+    return is_flash and all(hasattr(node, name) for name in _FLASH_SAVED)
 
 
 def saved_by_flash_node() -> tuple[Any, ...] | None:
@@ -297,7 +292,7 @@ def triton_hooks() -> Callable[[], bool]:
         runtime = knobs.runtime
         runtime.launch_enter_hook, runtime.launch_exit_hook  # noqa: B018 (the probe)
     except (ImportError, AttributeError):
-        return _always
+        return lambda: True
 
     def hooks_set() -> bool:
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -386,9 +381,8 @@ def _can_pack() -> bool:
     """The private operators may be missing, take other arguments or compute something else."""
     weight, x = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3)
     try:
-        return torch.backends.mkldnn.is_available() and torch.equal(
-            _packed_product(weight)(x), x @ weight.t()
-        )
+        available = torch.backends.mkldnn.is_available()
+        return available and torch.equal(_packed_product(weight)(x), x @ weight.t())
     except (AttributeError, RuntimeError, TypeError):
         return False
 
@@ -454,9 +448,8 @@ def autocast_simulated() -> Iterator[None]:
 
 def below_autocast() -> Any:
     """Context manager in which those kernels do not run."""
-    return torch._C._ExcludeDispatchKeyGuard(
-        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, AUTOCAST_KEY))
-    )
+    key = getattr(torch._C.DispatchKey, AUTOCAST_KEY)
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
 # () → context manager in which function modes and subclasses do not intercept calls.
@@ -497,3 +490,10 @@ def run_backward(loss: Tensor) -> None:
     else:
         one = torch.ones_like(loss, memory_format=torch.preserve_format)
         engine.run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def is_held_once(x: Tensor) -> bool:
+    """Whether autograd alone holds this gradient, which a dispatch mode receives, and its memory has no gaps."""
+    of_memory = getattr(torch._C, "_storage_Use_Count", lambda _: 2)
+    alone = getattr(x, "_use_count", lambda: 4)() == 4 and of_memory(x.untyped_storage()._cdata) == 2
+    return alone and torch.empty_like(x).stride() == x.stride()

@@ -464,6 +464,45 @@ def test_a_module_whose_code_has_a_causal_mask_is_causal():
     assert not check(Triangle(diagonal=1), ["L19", "L29"], FEW).ok
 
 
+def earlier(n, most=None):
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    return (distance >= 0) & (distance < (most or n))
+
+
+class MaskedElsewhere(Plain):
+    def forward(self, x):
+        return self.attend(x, attn_mask=earlier(x.shape[1]))
+
+
+class Bidirectional(MaskedElsewhere):
+    """Every position attends to all others, bidirectional."""
+
+
+class Local(Plain):
+    def __init__(self, before=2):
+        super().__init__()
+        self.window, self.before = 3, before
+
+    def forward(self, x):
+        return self.attend(x, attn_mask=earlier(x.shape[1], self.before + 1))
+
+
+def test_a_mask_that_is_made_outside_the_class_makes_a_module_causal_unless_its_words_deny_it():
+    verdict = check(MaskedElsewhere(), ["L19", "L29"], FEW)
+    assert verdict.ok and verdict["L29"].status == "holds", verdict.explanation()
+    assert "always causal: each output depends on all earlier inputs; no output depends on a later" in str(
+        verdict
+    )
+    assert not check(Bidirectional(), ["L19", "L29"], FEW).ok
+
+
+def test_a_window_of_a_module_is_found_by_its_attribute_and_by_probing():
+    for before in (2, 3):  # the window counts the query itself, or it does not
+        verdict = check(Local(before), ["L19", "L29"], FEW)
+        assert verdict.ok and f"output i depends on the inputs i − {before} … i" in str(verdict)
+    assert not check(Local(before=1), ["L19", "L29"], FEW).ok  # neither of the two
+
+
 def test_arguments_in_the_order_of_keras_are_read_by_their_names():
     def attention(query, value, key):
         return textbook(query, key, value)

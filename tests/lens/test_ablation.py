@@ -1,5 +1,7 @@
 """Effects of removing or changing heads and keys, against recomputing the model and against the ledger."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -247,3 +249,24 @@ def test_rollout_of_more_than_one_stack_is_refused():
     with pytest.raises(rg.ShapeError, match="rollout needs at least one self-attention"):
         rollout([])
     assert view.rollout().shape == (7, 7)
+
+
+@dataclass
+class Answer:
+    states: torch.Tensor
+
+
+class TakesADictionary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    def forward(self, batch):
+        return Answer(self.layer(batch["x"], src_key_padding_mask=batch["padding"]))
+
+
+def test_heads_of_a_model_with_one_dictionary_as_its_argument_and_a_dataclass_as_its_output_are_removed():
+    model, x, padding = TakesADictionary().eval(), torch.randn(1, 5, 16), torch.zeros(1, 5, dtype=torch.bool)
+    view, plain = rg.look(model, {"x": x, "padding": padding}), rg.look(model.layer, x)
+    torch.testing.assert_close(view.map(0, 1), plain.map(0, 1))
+    assert view.remove_heads().effects == pytest.approx(plain.remove_heads().effects)

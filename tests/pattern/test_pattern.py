@@ -1,8 +1,10 @@
 """Patterns: the readings of the ledger cell by cell, the algebra against dense algebra, data, error texts."""
 
 import json
+import re
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -511,3 +513,18 @@ def test_data_that_is_none_is_refused(message):
     with pytest.raises(RegardError) as refused:
         WRONG_DATA[message]()
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("size", [-1, 4.0, "4", None])
+def test_a_size_that_is_no_number_of_positions_is_refused_in_words(size):
+    for read in (causal().count, (causal() & window(2)).draw):
+        with pytest.raises(
+            SpecError, match=re.escape(f"={size!r}: a number of positions needs to be a whole")
+        ):
+            read(4, m=size) if size is not None else read(None)
+
+
+def test_a_picture_that_no_terminal_could_show_is_refused():
+    with pytest.raises(ShapeError, match="a picture of 100,000 × 100,000 pairs is too large"):
+        causal().draw(100_000)
+    assert causal().count(np.int64(4)) == 10

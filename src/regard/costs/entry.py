@@ -1,6 +1,5 @@
 """`regard.cost`: a declaration is priced by arithmetic, any other module by tracing it on meta tensors."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -13,7 +12,7 @@ from .. import spec as specs
 from ..compat import CAN_DISPATCH
 from ..engine.backends import BACKENDS
 from ..errors import ShapeError, SpecError, nearest
-from ..nested import tensors_in
+from ..nested import is_named, name_of, required, tensors_in
 from ..spec import Spec, preset
 from ..spec.base import require_positive
 from .flops.models import build_tree
@@ -22,7 +21,7 @@ from .memory.runs import Setting, run
 from .memory.step import training_of
 from .result import Cost
 from .sizes import Request
-from .subject import Subject, build, built, class_note, is_config, name_of, required
+from .subject import Subject, build, built, class_note, is_config
 from .trace.tracer import Trace
 from .tree import Amounts, Part
 
@@ -147,7 +146,7 @@ def _of_module(request: Request, inputs: tuple[Any, ...], length_note: tuple[str
         setting = replace(Subject(model).setting_of(request), evaluate=False)
         notes += length_note if Subject(model).tokens is None else ()
     else:
-        named = len(inputs) == 1 and isinstance(inputs[0], Mapping)
+        named = len(inputs) == 1 and is_named(model, inputs[0])
         given: tuple[tuple, dict] = ((), dict(inputs[0])) if named else (inputs, {})
         module: Any = model if isinstance(model, nn.Module) else nn.Module()
         if module is not model:  # a function of tensors

@@ -14,6 +14,7 @@ from ..errors import SpecError
 from ..machine import bytes_of, load_roofline, readable
 from ..pattern import Pattern
 from ..spec.base import require_positive
+from ..spec.model import with_pattern
 from ..table import ShownAsTables, Table
 from .gpus import Card, card
 from .memory.runs import Run, generates, run
@@ -132,7 +133,7 @@ def plan(
     if pattern is not None:
         if not subject.declared:
             raise SpecError("pattern= replaces the pattern of a declaration; this model has none of ours")
-        subject = Subject(_with_pattern(subject.model, pattern))
+        subject = Subject(with_pattern(subject.model, pattern))
     preset = model if isinstance(model, str) and pattern is None else ""
     search = _Search(subject, preset, subject.tokens or n or min(subject.max_n, DEFAULT_N), ranks)
     options, choices = list(_options(subject, train)), list[Choice]()
@@ -252,13 +253,3 @@ def code_of(subject: Subject, name: str, n: int, batch: int, option: Option, ran
     else:
         step = "model = model.bfloat16().eval()\nwith torch.no_grad():\n    rg.costs.call(model, inputs)"
     return "\n".join([*lines, step])
-
-
-def _with_pattern(declared: Any, pattern: Pattern) -> Any:
-    """The same declaration with this pattern in its self-attention."""
-    if hasattr(declared, "pattern"):
-        return replace(declared, pattern=pattern)
-    for name in ("attention", "block", "decoder", "encoder"):
-        if getattr(declared, name, None) is not None:
-            return replace(declared, **{name: _with_pattern(getattr(declared, name), pattern)})
-    raise SpecError(f"{type(declared).__name__} has no attention whose pattern could be replaced")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..errors import RegardError, SpecError
-from ..nested import map_leaves
+from ..nested import map_leaves, name_of, required
 from ..nn.example_inputs import example_inputs, example_targets
 from ..spec.base import require_known, require_positive
 from .memory.runs import Run, Setting, prompt, run
@@ -246,21 +246,6 @@ def built(build: Any) -> Any:
         raise SpecError(f"{name_of(build)}() fails on meta tensors: {type(e).__name__}: {e}") from e
 
 
-def name_of(model: Any) -> str:
-    """The name of a function, or the class of a model."""
-    return getattr(model, "__name__", None) or type(model).__name__
-
-
-def required(call: Callable) -> list[str]:
-    """The positional arguments of a function that have no default."""
-    try:
-        parameters = inspect.signature(call).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
-
-
 # -- Hugging Face -------------------------------------------------------------------------------------------------
 
 
@@ -376,11 +361,9 @@ def shard(model: nn.Module) -> None:
     """FSDP2: every module of a list of modules by itself, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            for block in module:
-                fully_shard(block)
-    fully_shard(model)
+    blocks = [block for inner in model.modules() if isinstance(inner, nn.ModuleList) for block in inner]
+    for module in (*blocks, model):
+        fully_shard(module)
 
 
 def stepping(model: nn.Module, inputs: Any, targets: Any, training: TrainingStep) -> Callable[[], float]:

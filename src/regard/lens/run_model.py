@@ -6,15 +6,15 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import RegardError, ShapeError, SpecError
-from ..nested import tensors_in
+from ..nested import is_named, tensors_in
 
 
 def run(model: Any, inputs: Any) -> Any:
-    """model(inputs): a mapping by name, a tuple or list in order, anything else as the one argument."""
+    """model(inputs): a mapping by name, unless the model takes one; a tuple or list in order; else one argument."""
     if not callable(model):
         raise SpecError(f"{type(model).__name__} is not callable; pass a model (an nn.Module or a function)")
     try:
-        if isinstance(inputs, Mapping):
+        if is_named(model, inputs):
             return model(**inputs)
         if isinstance(inputs, tuple | list):
             return model(*inputs)

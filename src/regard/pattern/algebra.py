@@ -203,6 +203,7 @@ class Pattern:
         so many words and so long periods that it would take minutes is refused.
         """
         m = n if m is None else m
+        _require_sizes(n, m)
         start, step = query_offset(self, n, m, at)
         if n == 0 or m == 0:
             return 0
@@ -237,6 +238,12 @@ class Pattern:
 
     def draw(self, n: int, m: int | None = None, at: At = None) -> str:
         """One line per query: ■ allowed, · not."""
+        m = n if m is None else m
+        _require_sizes(n, m)
+        if n * m > CHUNK_PAIRS:
+            raise ShapeError(
+                f"a picture of {n:,} × {m:,} pairs is too large; draw fewer queries and keys: draw(64)"
+            )
         table = self.allowed(n, m, at)
         if table.dim() > 2:
             raise ShapeError(f"{self!r} differs along the batch; draw one row: pattern.allowed(n)[b, 0]")
@@ -389,6 +396,12 @@ class Not(Pattern):
 
 for kind in (Both, Either, Not):
     register(kind)
+
+
+def _require_sizes(n: Any, m: Any) -> None:
+    for name, size in {"n": n, "m": m}.items():
+        if not hasattr(size, "__index__") or size < 0:
+            raise SpecError(f"{name}={size!r}: a number of positions needs to be a whole number >= 0")
 
 
 def query_offset(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, int]:

@@ -1,9 +1,11 @@
 """The declarations of blocks, stacks and models."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from math import prod
+from typing import Any
 
-from ..pattern import causal, full
+from ..errors import SpecError
+from ..pattern import Pattern, causal, full
 from ..position import Position, learned, shaw
 from .attention import Attention
 from .base import Number, Spec, require, require_known, require_positive_fields, require_probability
@@ -388,3 +390,13 @@ class Vision(Spec):
     @property
     def d_model(self) -> int:
         return self.encoder.d_model
+
+
+def with_pattern(declared: Any, pattern: Pattern) -> Any:
+    """The same declaration with this pattern in its self-attention."""
+    if hasattr(declared, "pattern"):
+        return replace(declared, pattern=pattern)
+    for name in ("attention", "block", "decoder", "encoder"):
+        if getattr(declared, name, None) is not None:
+            return replace(declared, **{name: with_pattern(getattr(declared, name), pattern)})
+    raise SpecError(f"{type(declared).__name__} has no attention whose pattern could be replaced")

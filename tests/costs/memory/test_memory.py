@@ -744,6 +744,6 @@ def test_layers_whose_memory_is_not_known_are_noted():
     encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     assert "recurrent layer" in str(cost(torch.nn.GRU(16, 16, batch_first=True), x).notes)
     assert cost(encoder.eval(), x).notes == (
-        "nn.TransformerEncoderLayer is traced without its fast path, which also stores all n × n weights",
+        "PyTorch's attention modules are traced without their fast path, which stores all n × n weights",
     )
     assert not cost(encoder.train(), x).notes and not cost(encoder.eval(), x, train=True).notes

@@ -30,6 +30,11 @@ from ..trace.tracer import DataDependent, Trace, tracing
 from .allocator import Caching, Events, Usage, replay, rounded, summed
 from .step import Optimizer, TrainingStep, autocast_region, loss_of, prepare
 
+UNTRACED = {  # what meta tensors cannot represent, by a word of PyTorch's message
+    "Nested": "nested tensors have no meta form; pass padded ones",
+    "Sparse": "sparse tensors have no meta form; price the step with dense gradients: Embedding(sparse=False)",
+    "'lengths' argument": "packed sequences have no meta form; pass padded ones",
+}
 STRATEGIES = ("fsdp", "ddp")
 DIVIDED = ("weights", "gradients", "optimizer state", "master weights")  # among ranks by FSDP
 TABLES = "engine tables"  # tables and buffers of the engine, which later calls use again
@@ -151,6 +156,7 @@ def run(setting: Setting) -> Run:
         if isinstance(e, RuntimeError) and any(word in text for word in ("overflow", "too large", "numel")):
             raise ShapeError(f"{name} at these sizes overflows 64-bit sizes: {text}{known}") from e
         words = text if type(e) is RuntimeError and text else f"{type(e).__name__}: {text}".rstrip(": ")
+        words = next((said for name, said in UNTRACED.items() if name in text), words)
         raise ShapeError(f"{name} fails on inputs of these shapes: {words}{known}") from e
 
 

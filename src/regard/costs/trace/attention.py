@@ -183,7 +183,8 @@ class FusedKernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, *held, mask = ctx.saved_tensors
-        held = held if ctx.kernel == "cpu" else []  # to the end, also after a checkpoint
+        # To the end, also after a checkpoint; the CPU copies a gradient whose heads are not together in memory.
+        held = [*held, grad.transpose(1, 2).contiguous()] if ctx.kernel == "cpu" else []
         grads, of_mask = [torch.empty_like(x) for x in (q, k, v)], None
         ctx.trace.workspace(backward_workspace(ctx.kernel, q, k, v), f"{FUSED} ({ctx.kernel})")
         products = 2 * 2.5 * q.shape[:3].numel() * k.shape[2] * (q.shape[-1] + v.shape[-1])

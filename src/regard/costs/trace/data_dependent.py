@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat import aten_operator, aten_operators
+from ...compat import aten_operator, aten_operators, is_held_once
 
 BALANCED = (
     "a choice by unknown values (top-k, argmax) is taken to be balanced: experts count at the routed number"
@@ -127,11 +127,18 @@ def _in_place(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return getattr(getattr(torch.ops.aten, f"{name}_"), overload)(*args, **kwargs)
 
 
+def _accumulated(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Gradients of one tensor are added in the memory of the first, unless something else refers to it."""
+    added = trace.in_backward and isinstance(args[1], Tensor) and args[0].shape == args[1].shape
+    return _in_place(trace, func, args, kwargs) if added and is_held_once(args[0]) else NotImplemented
+
+
 VALUED = "nonzero masked_select bincount repeat_interleave _unique _unique2 unique_dim unique_consecutive"
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(aten_operators(*VALUED.split()), _by_value),
     aten_operator("index"): _index,
     **dict.fromkeys(aten_operators("scatter", "scatter_add", "index_put"), _in_place),
+    aten_operator("add"): _accumulated,
     aten_operator("histc"): _histc,
     aten_operator("equal"): _equal,
     aten_operator("topk"): _assumed(BALANCED, _balanced),

@@ -115,6 +115,11 @@ def _cast(args: tuple, outs: list[Tensor]) -> int:
     return sum(x.numel() * common.itemsize for x in copied if x.dtype != common)
 
 
+def _copies(args: tuple, outs: list[Tensor]) -> int:
+    """Copies of the first two tensors where they are not contiguous."""
+    return sum(x.nbytes for x in args[:2] if isinstance(x, Tensor) and not x.is_contiguous())
+
+
 def _batch_norm_backward(args: tuple, outs: list[Tensor]) -> int:
     """A copy of the input if it and the gradient are contiguous with equal strides, else one number per channel."""
     grad, x = args[:2]
@@ -123,6 +128,7 @@ def _batch_norm_backward(args: tuple, outs: list[Tensor]) -> int:
 
 
 CAST = "add sub mul div pow maximum minimum eq ne lt le gt ge sum cumsum prod"
+SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 LOSSES = ("mse_loss", "smooth_l1_loss")  # the loss of every entry, before their mean or sum
 CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
@@ -136,11 +142,13 @@ CPU: dict[str, Needs] = {
     **dict.fromkeys(LOSSES, lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes),
     "_safe_softmax": _safe_softmax,
     **dict.fromkeys(CAST.split(), _cast),
+    **dict.fromkeys((*SOFTMAX, "native_layer_norm", "native_layer_norm_backward"), _copies),
+    **dict.fromkeys(("abs", "angle"), lambda args, outs: args[0].is_complex() * args[0].nbytes),
+    # Both sides with two more columns: the squares, and ones.
+    "_euclidean_dist": lambda args, outs: sum(x.nbytes // x.shape[-1] * (x.shape[-1] + 2) for x in args),
     "native_batch_norm": lambda args, outs: 8 * args[0].shape[1] if args[0].is_contiguous() else 0,
     "native_batch_norm_backward": _batch_norm_backward,
     "native_group_norm_backward": lambda args, outs: 8 * args[5] * args[6],  # two numbers per row and channel
-    "native_layer_norm": lambda args, outs: 0 if args[0].is_contiguous() else args[0].nbytes,  # a copy
-    "native_layer_norm_backward": lambda args, outs: sum(x.nbytes for x in args[:2] if not x.is_contiguous()),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _low_product),
 }
 
@@ -154,6 +162,7 @@ PRODUCTS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("_int_mm", "_grouped_mm"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]),
     # ‖a − b‖ of every pair: a difference and a square per entry, counted like one product.
     "_cdist_forward": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
+    "_euclidean_dist": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
 }
 
 
@@ -201,4 +210,5 @@ def has_no_product(op: Any) -> bool:
     """Whether an operation is known to contain no matrix product."""
     if torch.Tag.pointwise in op.tags or op.is_view:
         return True
-    return op.namespace in ("aten", "prim", "prims") and UNKNOWN.search(op.__name__.split(".")[0]) is None
+    builtin = op.namespace in ("aten", "prim", "prims", "profiler")
+    return builtin and UNKNOWN.search(op.__name__.split(".")[0]) is None

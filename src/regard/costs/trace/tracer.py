@@ -43,7 +43,7 @@ COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
 READ_SCALAR = aten_operator("_local_scalar_dense")
 SDPA = F.scaled_dot_product_attention
 _one_at_a_time = RLock()  # functions of PyTorch are replaced while a trace runs
-FAST_PATH = "nn.TransformerEncoderLayer is traced without its fast path, which also stores all n × n weights"
+FAST_PATH = "PyTorch's attention modules are traced without their fast path, which stores all n × n weights"
 LOWEST = torch.finfo(torch.float32).min / 2
 HANDLERS = data_dependent.HANDLERS | OWN_HANDLERS
 
@@ -101,14 +101,15 @@ class Trace(DispatchMode):
     def in_backward(self) -> bool:
         return self.meter.phase == "backward"
 
-    def enter(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module, given: Any) -> None:
         path = self.names.get(id(module))
         if path is not None:
             self.paths.append(path)
             self._calls.append((compat.node_number(), path))
             self.work.append(Work(self.meter.phase, path, "module", again=self.in_backward))
             trains = module.training or torch.is_grad_enabled()
-            if isinstance(module, nn.TransformerEncoderLayer) and not trains:
+            of_itself = isinstance(module, nn.MultiheadAttention) and all(x is given[0] for x in given[:3])
+            if (of_itself or isinstance(module, nn.TransformerEncoderLayer)) and not trains:
                 self.notes[FAST_PATH] = None
 
     def leave(self, module: nn.Module, *_: Any) -> None:
@@ -241,6 +242,8 @@ class Trace(DispatchMode):
 
     def _dispatch(self, func: Any, args: tuple, kwargs: dict) -> Any:
         tensors = tensors_in((args, kwargs))
+        if any(x.is_nested for x in tensors):
+            raise NotImplementedError("Nested tensors")
         if func.overloadpacket is READ_SCALAR:
             return func(self.known(tensors[0]) if tensors[0].is_meta else tensors[0])
         metas = [x.is_meta for x in tensors]

@@ -349,22 +349,26 @@ def _architecture(reader: ModuleReader, claims: set[str]) -> str:
 
 
 def _read_order(reader: ModuleReader) -> set[str]:
-    """Whether it is always causal and whether it has positions, from its name, docstring, code and attributes."""
+    """Whether it is always causal and whether it has positions, from its name, docstring, code and attributes.
+
+    It is also causal if its outputs depend on earlier inputs only: the mask may be made outside the class.
+    """
     claims: set[str] = set()
     module = reader.module
     words = f"{type(module).__name__}\n{reader.text}".lower()
-    says = re.search(r"causal|autoregressive", words) and not re.search(
-        r"(not|non|no|without|never)[- ]?(causal|autoregressive)|bidirectional", words
-    )
+    denies = re.search(r"(not|non|no|without|never)[- ]?(causal|autoregressive)|bidirectional", words)
+    says = re.search(r"causal|autoregressive", words) and not denies
     flag = size_of(module, ("causal", "is_causal"), bool)
     if "causal" not in reader.names and flag is not False:
+        in_code = CAUSAL_CODE.search(source_of(module)) is not None
         if says or flag or _has_causal_buffer(module):
             claims |= {"always causal"}
-        elif CAUSAL_CODE.search(source_of(module)) and _looks_back_only(reader):
+        elif (in_code or not denies) and _looks_back_only(reader):
             claims |= {"always causal"}
-            reader.notes.append(
-                "always causal: its code has a causal mask, and no output depends on a later input"
+            why = (
+                "its code has a causal mask, and" if in_code else "each output depends on all earlier inputs;"
             )
+            reader.notes.append(f"always causal: {why} no output depends on a later input")
     if _has_positions(reader):
         claims |= {"positions"}
     return claims

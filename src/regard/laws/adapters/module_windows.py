@@ -17,19 +17,20 @@ OTHERS = (  # words for windows that also reach other keys, or that do not slide
 
 
 def read_module_window(reader: Any) -> tuple[int, int] | None:
-    """(before, after) of a module that says that it has a sliding window; None where that cannot be determined.
+    """(before, after) of a module with a sliding window; None where that cannot be determined.
 
     What its words state is taken as stated. Otherwise it is the usual window of that size that the outputs depend on;
     or, where they depend on no band of keys at all, the one that most outputs depend on: the laws report the others.
+    A module that has a size of a window without a word about it has that window only if all outputs depend on it.
     """
     words = f"{type(reader.module).__name__}\n{reader.text}".lower()
-    if reader.tokens or reader.length is not None or reader.context or not re.search("window|sliding", words):
+    size, says = size_of(reader.module, WINDOWS), re.search("window|sliding", words)
+    if reader.tokens or reader.length is not None or reader.context or not (says or size):
         return None
     if re.search(OTHERS, words):
         return None
     exact = re.search(r"itself and the (\d+) (\w+ )?before", words)
     number = re.search(r"window of (\d+)|(\d+)[- ](token|key|position)s? window", words)
-    size = size_of(reader.module, WINDOWS)
     if size is None and number is not None:
         size = int(number.group(1) or number.group(2))
     if exact is not None:
@@ -44,7 +45,9 @@ def read_module_window(reader: Any) -> tuple[int, int] | None:
         "half on each side": (size // 2, size // 2),
     }
     form = "w keys with itself, causal" if exact is not None else stated_window(words)
-    found = forms[form] if form is not None else _probed(reader, list(forms.values()), 2 * size + 3)
+    found = (
+        forms[form] if form is not None else _probed(reader, list(forms.values()), 2 * size + 3, bool(says))
+    )
     if found is not None:
         keys = f"i − {found[0]} … i" + (f" + {found[1]}" if found[1] else "")
         how = "as it says" if form is not None else "found by probing"
@@ -52,7 +55,7 @@ def read_module_window(reader: Any) -> tuple[int, int] | None:
     return found
 
 
-def _probed(reader: Any, windows: list[tuple[int, int]], n: int) -> tuple[int, int] | None:
+def _probed(reader: Any, windows: list[tuple[int, int]], n: int, says: bool) -> tuple[int, int] | None:
     try:
         effect = reader.effect(n)
     except Exception:  # foreign code; the laws report what raises
@@ -63,7 +66,7 @@ def _probed(reader: Any, windows: list[tuple[int, int]], n: int) -> tuple[int, i
     best = max(right, key=lambda reach: int(right[reach].sum()))
     if bool(right[best].all()):
         return best
-    if _is_band(effect[0]) or 3 * int(right[best].sum()) < n:
+    if not says or _is_band(effect[0]) or 3 * int(right[best].sum()) < n:
         return None  # a window of another size, two layers of one, or something else
     return best
 

@@ -1,0 +1,195 @@
+"""Modules of many forms: predicted memory against the CPU allocator, inputs and outputs of any type, refusals."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import regard as rg
+from memory_witness import counted
+from regard.errors import ShapeError
+
+B, N, D = 2, 64, 32
+
+
+class Function(nn.Module):
+    """A function of the module's layers and its inputs."""
+
+    def __init__(self, run, **layers):
+        super().__init__()
+        self.run = run
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *given):
+        return self.run(self, *given)
+
+
+def heads(x):
+    return x.unflatten(-1, (4, -1)).transpose(1, 2)
+
+
+def latents(s, x):
+    return s.attend(s.queries.expand(len(x), -1, -1), x, x, need_weights=False)[0]
+
+
+def only_attention(s, x):
+    return F.scaled_dot_product_attention(heads(s.q(x)), heads(s.k(x)), heads(s.v(x)))
+
+
+class TwiceThenSum(torch.autograd.Function):
+    """Its backward pass adds two tensors by Python code, which needs memory for the sum."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        once, twice = grad.clone(), 2 * grad
+        return once + twice
+
+
+def projections(*names):
+    return {name: nn.Linear(D, D) for name in names}
+
+
+TRAINED = {
+    "gradients that are added in place": lambda: Function(
+        latents, attend=nn.MultiheadAttention(D, 4, batch_first=True), queries=nn.Parameter(torch.randn(4, D))
+    ),
+    "a gradient with the heads apart": lambda: Function(only_attention, **projections("q", "k", "v")),
+    "a sum in a function of its own": lambda: Function(
+        lambda s, x: TwiceThenSum.apply(s.a(x)), **projections("a")
+    ),
+}
+INFERRED = {
+    "distances": lambda: Function(lambda s, x: torch.cdist(s.a(x), s.b(x)), **projections("a", "b")),
+    "a softmax of a transposed table": lambda: Function(
+        lambda s, x: s.a(x).mT.softmax(-1), **projections("a")
+    ),
+    "magnitudes of complex numbers": lambda: Function(
+        lambda s, x: (x.to(torch.cfloat) @ s.a).abs(),
+        a=nn.Parameter(torch.randn(D, 4 * D, dtype=torch.cfloat)),
+    ),
+}
+
+
+def allocated(model, x):
+    return sum(p.nbytes for p in model.parameters()) + x.nbytes
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_peak_of_a_training_step_is_that_of_the_allocator(name):
+    model, x = TRAINED[name](), torch.randn(B, N, D)
+
+    def step():
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    step()
+    real = allocated(model, x) + counted(step)[0]
+    without_optimizer = rg.TrainingStep(optimizer="sgd")
+    assert abs(rg.cost(model, x, train=without_optimizer).memory.training_peak / real - 1) < 0.001
+
+
+@pytest.mark.parametrize("name", INFERRED)
+def test_the_peak_of_a_forward_pass_is_that_of_the_allocator(name):
+    model, x = INFERRED[name](), torch.randn(B, N, D)
+    with torch.no_grad():
+        real = allocated(model, x) + counted(lambda: model(x))[0]
+    assert abs(rg.cost(model, x).memory.inference_peak / real - 1) < 0.02
+
+
+def test_distances_are_counted_as_products():
+    cost = rg.cost(INFERRED["distances"](), torch.zeros(B, N, D))
+    assert cost.flops == 2 * 2 * B * N * D * D + 2 * B * N * N * D
+
+
+def test_multi_head_attention_in_evaluation_is_noted():
+    x = torch.zeros(B, N, D)
+    attend = nn.MultiheadAttention(D, 4, batch_first=True).eval()
+    alone, across = (Function(lambda s, q, k: s.attend(q, k, k), attend=attend) for _ in range(2))
+    assert "fast path" in str(
+        rg.cost(Function(lambda s, q: s.attend(q, q, q), attend=attend).eval(), x).notes
+    )
+    assert (
+        not rg.cost(across.eval(), x, x.clone()).notes and not rg.cost(alone, x, x.clone(), train=True).notes
+    )
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    logits: Tensor
+    more: dict
+
+
+class TakesADictionary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, batch):
+        return Result(self.layer(batch["x"]) * batch["scale"], {})
+
+
+class TakesADataclass(TakesADictionary):
+    def forward(self, batch):
+        return super().forward({"x": batch.x, "scale": batch.hidden})
+
+
+def test_a_dictionary_or_a_dataclass_is_the_one_argument_of_a_model_and_a_dataclass_is_its_output():
+    x, scale = torch.randn(B, N, D), torch.randn(B, N, D)
+    plain = Function(lambda s, x, scale: s.layer(x) * scale, layer=nn.Linear(D, D))
+    for model, given in (
+        (TakesADictionary(), {"x": x, "scale": scale}),
+        (TakesADataclass(), Batch(x, scale)),
+    ):
+        cost, expected = (rg.cost(m, *a, train=True) for m, a in ((model, (given,)), (plain, (x, scale))))
+        assert cost.flops == expected.flops == 2 * B * N * D * D
+        assert cost.memory.training_peak == expected.memory.training_peak
+        assert cost.sizes["input 1"] == f"{B}×{N}×{D}"
+
+
+def test_a_dictionary_with_names_of_arguments_is_named_arguments():
+    plain = Function(lambda s, x: s.layer(x), layer=nn.Linear(D, D))
+    layer = nn.Linear(D, D)
+    assert rg.cost(layer, {"input": torch.zeros(3, D)}).flops == rg.cost(plain, torch.zeros(3, D)).flops
+    with pytest.raises(ShapeError, match="Bilinear is missing input2"):
+        rg.cost(nn.Bilinear(D, D, D), {"input1": torch.zeros(3, D)})
+
+
+def test_what_cannot_be_traced_is_refused_in_words():
+    rows = [torch.randn(3, D), torch.randn(5, D)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    layer = Function(lambda s, x: s.layer(x), layer=nn.Linear(D, D))
+    inside = Function(
+        lambda s, x: s.layer(torch.nested.as_nested_tensor([*x], layout=torch.jagged)).values(),
+        layer=nn.Linear(D, D),
+    )
+    for model, given in ((layer, jagged), (inside, torch.randn(2, 5, D))):
+        with pytest.raises(
+            ShapeError, match="nested tensors have no meta form; pass padded ones; still known"
+        ):
+            rg.cost(model, given)
+    sparse = nn.Embedding(50, D, sparse=True)
+    with pytest.raises(ShapeError, match=r"sparse tensors have no meta form.*sparse=False"):
+        rg.cost(sparse, torch.zeros(2, 3, dtype=torch.long), train=rg.TrainingStep(optimizer="sgd"))
+
+    def packed(s, x):
+        return s.layer(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True))[1]
+
+    with pytest.raises(ShapeError, match="packed sequences have no meta form; pass padded ones"):
+        rg.cost(Function(packed, layer=nn.GRU(D, D, batch_first=True)), torch.randn(2, 5, D))
+
+
+def test_a_wrapper_that_marks_its_calls_for_the_profiler_has_nothing_uncounted():
+    assert not rg.cost(nn.DataParallel(nn.Linear(D, D)), torch.zeros(3, D)).uncounted
