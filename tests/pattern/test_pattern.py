@@ -4,7 +4,6 @@ import json
 import re
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -527,4 +526,3 @@ def test_a_size_that_is_no_number_of_positions_is_refused_in_words(size):
 def test_a_picture_that_no_terminal_could_show_is_refused():
     with pytest.raises(ShapeError, match="a picture of 100,000 × 100,000 pairs is too large"):
         causal().draw(100_000)
-    assert causal().count(np.int64(4)) == 10
