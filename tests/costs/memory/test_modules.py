@@ -191,5 +191,16 @@ def test_what_cannot_be_traced_is_refused_in_words():
         rg.cost(Function(packed, layer=nn.GRU(D, D, batch_first=True)), torch.randn(2, 5, D))
 
 
+@pytest.mark.parametrize(
+    "message", ["SparseAttention: block 3", "Nested config", "the 'lengths' argument is missing"]
+)
+def test_the_words_of_a_model_that_fails_are_its_own(message):
+    def fails(s, x):
+        raise ValueError(message)
+
+    with pytest.raises(ShapeError, match=f"fails on inputs of these shapes: ValueError: {message}; still"):
+        rg.cost(Function(fails, layer=nn.Linear(D, D)), torch.randn(2, D))
+
+
 def test_a_wrapper_that_marks_its_calls_for_the_profiler_has_nothing_uncounted():
     assert not rg.cost(nn.DataParallel(nn.Linear(D, D)), torch.zeros(3, D)).uncounted

@@ -30,10 +30,11 @@ from ..trace.tracer import DataDependent, Trace, tracing
 from .allocator import Caching, Events, Usage, replay, rounded, summed
 from .step import Optimizer, TrainingStep, autocast_region, loss_of, prepare
 
-UNTRACED = {  # what meta tensors cannot represent, by a word of PyTorch's message
-    "Nested": "nested tensors have no meta form; pass padded ones",
-    "Sparse": "sparse tensors have no meta form; price the step with dense gradients: Embedding(sparse=False)",
-    "'lengths' argument": "packed sequences have no meta form; pass padded ones",
+UNTRACED = {  # what meta tensors cannot represent, by names that only PyTorch's own messages have
+    "NestedIntNode": "nested tensors have no meta form; pass padded ones",
+    "NestedTensorImpl": "nested tensors have no meta form; pass padded ones",
+    "SparseTensorImpl": "sparse tensors have no meta form; price dense gradients: Embedding(sparse=False)",
+    "'lengths' argument should be a 1D CPU": "packed sequences have no meta form; pass padded ones",
 }
 STRATEGIES = ("fsdp", "ddp")
 DIVIDED = ("weights", "gradients", "optimizer state", "master weights")  # among ranks by FSDP
@@ -156,7 +157,7 @@ def run(setting: Setting) -> Run:
         if isinstance(e, RuntimeError) and any(word in text for word in ("overflow", "too large", "numel")):
             raise ShapeError(f"{name} at these sizes overflows 64-bit sizes: {text}{known}") from e
         words = text if type(e) is RuntimeError and text else f"{type(e).__name__}: {text}".rstrip(": ")
-        words = next((said for name, said in UNTRACED.items() if name in text), words)
+        words = next((said for key, said in UNTRACED.items() if key in text), words)
         raise ShapeError(f"{name} fails on inputs of these shapes: {words}{known}") from e
 
 

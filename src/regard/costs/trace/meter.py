@@ -33,8 +33,7 @@ class Meter:
 
     def track(self, x: Tensor, path: str = "", operation: str = "") -> None:
         """Note the storage of x, if it is new."""
-        storage = x.untyped_storage()
-        at = storage_id(x)
+        storage, at = x.untyped_storage(), storage_id(x)
         if at in self.alive:
             return
         key = self._new(Record(storage.nbytes(), self.phase, path, operation))

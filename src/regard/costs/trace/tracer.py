@@ -243,7 +243,7 @@ class Trace(DispatchMode):
     def _dispatch(self, func: Any, args: tuple, kwargs: dict) -> Any:
         tensors = tensors_in((args, kwargs))
         if any(x.is_nested for x in tensors):
-            raise NotImplementedError("Nested tensors")
+            raise NotImplementedError("NestedTensorImpl")  # which `run` says in words
         if func.overloadpacket is READ_SCALAR:
             return func(self.known(tensors[0]) if tensors[0].is_meta else tensors[0])
         metas = [x.is_meta for x in tensors]
