@@ -123,8 +123,8 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
 
 
 # Masks, for the Hopper kernels: one bit per pair, which is 1 if the pair is allowed. Bits cost less than conditions,
-# and with them the kernels are the same for all patterns. Where a pattern repeats itself, blocks share a mask: most
-# passes have a few.
+# and kernels need not be compiled for each pattern. Where a pattern repeats itself, blocks share a mask: most passes
+# have a few.
 
 MEMBERS = 64  # the number of members of a tile, and of a block
 MASK = 128  # words: one for each thread of a Hopper kernel

@@ -225,17 +225,16 @@ def chain(
     b, h, n, d = layouts[0].shape
     long, works = as_one_head(layouts), [x.work for x in route.steps]
     plain = all(x.keep is None and x.work.segments == 1 and not x.work.slots for x in route.steps)
-    fits = b * h * sum(len(x.blocks) for x in works) <= MAX_CHAINED
-    if long is None or not (route.joins and plain and fits):
+    if long is None or not (route.joins and plain):
+        return None
+    size = np.concatenate([np.diff(x.ends, prepend=0) for x in works])
+    if size.max() > MAX_IN_TILE or b * h * size.sum() > MAX_CHAINED:
         return None
     tables = [x.blocks.cpu().numpy().astype(np.int64) for x in works]
     masks = [x.masks.words for x in works]
     for table, before in zip(tables, np.cumsum([0, *map(len, masks)])):
         table[:, 8] += 256 * before
     table = np.concatenate(tables)
-    size = np.concatenate([np.diff(x.ends, prepend=0) for x in works])
-    if size.max() > MAX_IN_TILE:
-        return None
     begin = np.cumsum(size) - size
     of_pass = np.repeat(np.arange(len(tables)), [len(x.work.ends) for x in route.steps])
     all_rows, count = _stretches(table[begin], n)

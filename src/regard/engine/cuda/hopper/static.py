@@ -37,7 +37,7 @@ class Static(NamedTuple):
     SCORES: Any
     OUT: Any
     SHARED: Any
-    WORDS: Any  # of a mask
+    BITS: Any  # of the words of a mask
     ACCUMULATES: bool  # this pass continues from the results of an earlier one
     COVERED: bool  # dq: an earlier pass has computed lse (base 2) and delta of all its rows
     LETS: bool = False  # forward: the next launch starts early
@@ -171,8 +171,8 @@ def bits_of(mask, MASKS, marks, like, S: gl.constexpr):
     It is read long before it is used, because a load waits behind the copies in flight.
     """
     y = like.reshape([64, 8, 4, 2])
-    a = gl.arange(0, 32, layout=gl.SliceLayout(1, S.WORDS))[:, None]
-    b = gl.arange(0, 4, layout=gl.SliceLayout(0, S.WORDS))[None, :]
+    a = gl.arange(0, 32, layout=gl.SliceLayout(1, S.BITS))[:, None]
+    b = gl.arange(0, 4, layout=gl.SliceLayout(0, S.BITS))[None, :]
     at = MASKS + mask * (MASK if S.spread is None else LIST)
     word = gl.load(at + 4 * a + b, mask=(a >= 0) & ((marks & TESTED) != 0), other=0).reshape([4, 8, 4])
     both = gl.join(word, word).permute((0, 3, 1, 2)).reshape([64, 4])
