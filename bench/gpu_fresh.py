@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 bench/gpu_fresh.py --seed 90210 --cases 40 > now.txt
     python3 bench/gpu_fresh.py --compare before.txt now.txt
+    PYTHONPATH=src:tests/helpers python3 bench/gpu_fresh.py --kernels     how many kernels; needs no GPU
 
 Per case, one line: the share of the limit, forward and forward + backward; milliseconds (a CUDA graph of the calls of
 `host`, medians, cache cleared); the case. The limit is 620 TFLOP/s forward (560 with the backward pass) over the
@@ -116,15 +117,40 @@ def compare(before: str, now: str) -> None:
         print(f"{name}: {len(column)} cases, mean {mean:.3f} ×, {min(column):.2f} to {max(column):.2f}")
 
 
+def count_kernels(seeds: tuple[tuple[int, int], ...] = ((90210, 40), (4117, 60))) -> None:
+    """The launches of the Hopper kernels, and how many different kernels they are, as Triton compiles them."""
+    from modeled_gpu import Case, modeled_gpu
+    from regard.engine.cuda import launches
+
+    def text(value) -> str:  # a function of the pattern: its code
+        code = getattr(value, "__code__", None)
+        return repr(value) if code is None else f"{code.co_code!r} {code.co_consts}"
+
+    found = []
+    for pattern, n, d, h, h_kv, b in [case for seed in seeds for case in drawn(*seed)]:
+        call = Case(pattern, n, d=d, b=b, h=h, h_kv=h_kv).call
+        with modeled_gpu(396):
+            _, forward = launches.forward(call._replace(tensors=call.tensors[:3]))
+            _, backward = launches.hopper_backward(call)
+        for launch, _ in forward.launches + backward.launches:
+            if "S" in launch.sizes:
+                found.append((launch.kernel.__name__, *map(text, launch.sizes["S"])))
+    print(f"{len(found)} launches, {len(set(found))} kernels")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=90210)
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--compile", type=int, help="only compile every twelfth case from this one on")
+    parser.add_argument("--kernels", action="store_true", help="count kernels of two seeds, without a GPU")
     parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "NOW"))
     options = parser.parse_args()
     if options.compare:
         compare(*options.compare)
+        return
+    if options.kernels:
+        count_kernels()
         return
     cases = drawn(options.seed, options.cases)
     if options.compile is not None:
