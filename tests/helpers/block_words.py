@@ -28,4 +28,4 @@ def counted_pairs(words: np.ndarray, masks: np.ndarray) -> np.ndarray:
     if not words[9] & 1:
         return np.ones((R, R), dtype=bool)
     word = masks[words[8] >> 8, :MASK][ROW // 16 * 32 + ROW % 8 * 4 + COLUMN % 8 // 2]
-    return word >> (ROW % 16 // 8 * 16 + COLUMN // 8 * 2 + COLUMN % 2) & 1 == 1
+    return word >> (COLUMN // 8 * 4 + ROW % 16 // 8 * 2 + COLUMN % 2) & 1 == 1

@@ -42,6 +42,7 @@ OTHER_CASES = [  # in `make long`
     ("hopper_forward", SPARSE, 256),  # one buffer for values, so that two programs have room
     ("hopper_dq", SPARSE, 256),  # two warpgroups
     ("hopper_dkv", SPARSE, 256, 1),
+    ("hopper_forward", CHAINED, 128),
 ]
 SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor; of them, reserved for each program
 
@@ -53,6 +54,7 @@ def launches_of(which, pattern, d, n=8192):
     from regard.engine.cuda.hopper import launches as hopper
 
     launches.is_hopper, hopper.programs_at_a_time = (lambda device: True), (lambda config, device: 8)
+    hopper.CACHE = 0  # forward passes are chained, although their rows would fit into a GPU's cache
     like, configs = contiguous(1, 2, n, d), default(d, d, torch.bfloat16)
     task = Task(pattern, 0, 1, d**-0.5, 0.0, None, configs)
     call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"))
@@ -240,7 +242,7 @@ def test_hopper_kernels_compile_for_heads_of_256(other_results, at, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("at", "name"), [(4, "hopper_dq"), (5, "hopper_dkv")])
+@pytest.mark.parametrize(("at", "name"), [(4, "hopper_dq"), (5, "hopper_dkv"), (11, "hopper_forward")])
 def test_passes_in_one_launch_wait_for_what_others_have_written_before_they_read_it(other_results, at, name):
     assert_compiled(other_results[at], name)
     assert other_results[at]["cooperative"] and not other_results[at]["early"]

@@ -126,7 +126,8 @@ KEYS_ADDED = Case(every(32, 22) | every(50) | window(200), 1536, d=160, h=2, h_k
 CLEARED = Case(rows(50), 320)
 EVERY_SECOND = Case(window(64) | every(64), 1312, h=2, step=2)  # 64 divides 2 · 1312, and not 1312
 GROUPED = Case(causal() & (window(64) | every(64)), 512, h=4, h_kv=2, programs=264)
-CHAINED = Case(causal() & (window(64) | dilated(64, 8)), 1024, d=256, programs=66)
+CHAINED = Case(causal() & (window(64) | dilated(64, 8)), 1024, d=64, programs=66)
+WIDE_CHAINED = replace(CHAINED, d=256)
 MIXED = Case(rows(128) | window(64), 1280, h=2, programs=264)
 BOXES = Case(neighborhood((40, 40), 31), 1600)  # of up to 23 blocks: tiles of more than 16 can be split
 NAMED = {
@@ -147,6 +148,9 @@ NAMED = {
     "grouped heads": (GROUPED, ["forward"], ["dq", "dkv", "dkv"]),
     "chained passes": (
         CHAINED, ["forward", "forward ACCUMULATES"], ["dq ACCUMULATES CHAINED", "dkv ACCUMULATES CHAINED"]
+    ),
+    "chained passes, forward too": (
+        WIDE_CHAINED, ["forward ACCUMULATES CHAINED"], ["dq ACCUMULATES CHAINED", "dkv ACCUMULATES CHAINED"]
     ),
     "global rows and others in one launch": (
         MIXED, ["forward SPLIT", "merge"], ["dq SPLIT", "dq LATE", "dkv", "sum"]
@@ -257,6 +261,10 @@ def changed_chain(change):
     return [(hopper, "chain", chain_of)]
 
 
+def launch_without_cooperation(*arguments, **given):
+    return Launch(*arguments, **given | {"cooperative": False})
+
+
 FAULTS = {
     "boxes are split": (
         BOXES, [(hopper, "hopper_passes", boxes_by_length)],
@@ -320,6 +328,18 @@ FAULTS = {
     "chained tiles wait for too many": (
         CHAINED, changed_chain(lambda x: x.add_(1)),
         "hopper_dq: programs wait for one another forever",
+    ),
+    "chained tiles of queries do not wait": (
+        WIDE_CHAINED, changed_chain(lambda x: x.zero_()),
+        "hopper_forward writes a row of o that is written",
+    ),
+    "chained tiles of queries wait for too many": (
+        WIDE_CHAINED, changed_chain(lambda x: x.add_(1)),
+        "hopper_forward: programs wait for one another forever",
+    ),
+    "chained programs wait for idle ones": (
+        WIDE_CHAINED, [(hopper, "Launch", launch_without_cooperation)],
+        "hopper_forward: programs wait for idle ones",
     ),
 }  # fmt: skip
 

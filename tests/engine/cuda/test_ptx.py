@@ -4,12 +4,15 @@ A warp holds 16 rows of 64 scores, as Hopper's tensor cores leave them: lane l h
 """
 
 import re
+from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")  # the package of the kernels imports it
-from regard.engine.cuda.hopper.static import MAX_SUM, SCORES, rescale_ptx, weights_ptx
+from regard.engine.cuda.hopper.static import MAX_SUM, SCORES, hide_ptx, rescale_ptx, weights_ptx
+from regard.engine.cuda.tile_lists import MASK, _bits
 
 LANES = np.arange(32)
 COMPARE = {"ne": np.not_equal, "eq": np.equal, "gtu": lambda a, b: ~(a <= b)}
@@ -207,3 +210,22 @@ def test_a_warp_rescales_only_rows_whose_base_changed(d):
         warp = Warp(text, kinds, [*held(acc), *held(by)])
         assert (laid(np.stack([warp.of[f"${x}"] for x in range(d // 2)])) == acc * by).all()
         assert warp.count["mul"] == (d // 2 if rows else 0)
+
+
+@pytest.mark.parametrize(
+    "columns", [64, 32]
+)  # of a thread's warpgroup: of heads of 256, two share the columns
+def test_pairs_are_hidden_by_the_bits_of_their_mask(columns):
+    generator = np.random.default_rng(0)
+    allowed = generator.random((64, 64)) < 0.5
+    words = _bits(torch.from_numpy(allowed)[None]).numpy().reshape(4, MASK // 4).astype(np.int64)
+    scores = generator.standard_normal((64, 64)).astype(np.float32)
+    count = columns // 2
+    text, kinds = hide_ptx(count)
+    for warp, first in product(range(4), range(0, 64, columns)):
+        here = slice(16 * warp, 16 * warp + 16), slice(first, first + columns)
+        given = held(scores[here])
+        word = words[warp] >> first // 2  # as `hide` shifts it
+        made = Warp(text, kinds, [*given, *np.broadcast_to(word, (count, 32))])
+        hidden = laid(np.stack([made.of[f"${x}"] for x in range(count)]))
+        assert np.array_equal(hidden, np.where(allowed[here], scores[here], -np.inf))

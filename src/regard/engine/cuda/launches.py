@@ -19,7 +19,7 @@ from .triton.forward import SLOPES, TABLE, Static, decode_kernel, forward_kernel
 
 PIECE = 3  # blocks of keys that one program of the kernel for one query has
 SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly waits for memory
-MERGED = 16  # rows whose parts one program merges
+MERGED = 8  # rows whose parts one program merges
 PARTS = "part_o", "part_lse"  # the workspace for the parts of split tiles
 TERMS = "lengths", "table", "slopes", "seed"  # arguments of the general kernels
 
@@ -36,8 +36,9 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     if takes_hopper(call):
         from .hopper.launches import forward as launches_of  # it imports Gluon
 
-        route, launches, parts = launches_of(call)
-        return route, Program(inputs, launches, _parts(b * h * parts, d_v), call.device)
+        route, launches, workspace = launches_of(call)
+        zeroed = workspace["counters"] > 0
+        return route, Program(inputs, launches, workspace, call.device, zeroed=zeroed)
     route = passes(call, config, False)
     wide, launches = exceeds_int32(q, k, v, o), []
     for step in route.steps:

@@ -198,8 +198,8 @@ def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
 
 def _bits(allowed: Tensor) -> Tensor:
     """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
-    columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by row, u, column."""
-    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 2, 4, 6).reshape(-1, MASK, 32)
+    columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by u, row, column."""
+    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 4, 2, 6).reshape(-1, MASK, 32)
     nth = torch.arange(32, dtype=torch.int32, device=allowed.device)
     return (of_thread.int() << nth).sum(-1, dtype=torch.int32)  # int64 takes four times as long
 

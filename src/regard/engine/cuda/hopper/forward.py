@@ -12,9 +12,13 @@ from .static import (
     BEGINS,
     LIST,
     MASK,
+    WORDS,
     awaited,
     barrier,
     bits_of,
+    chain_of,
+    count_last_tile,
+    count_tile,
     each,
     fetch,
     gl,
@@ -26,6 +30,7 @@ from .static import (
     member,
     rescale_ptx,
     scores_of,
+    wait_for,
     weights_ptx,
     word,
 )
@@ -180,11 +185,18 @@ def _put_part(PART, at, value, R: gl.constexpr):
 
 
 @gluon.jit
-def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr):
-    """Write o and lse of the tile of block t, or a part of them, through shared memory that is not in use now."""
+def _close(
+    O, LSE, parts, t, chain, place, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr
+):
+    """Write o and lse of the tile of block t, or a part of them, through shared memory that is not in use now.
+
+    Returns the counter of the tile, to be counted when it is written; −1 if no other tile waits for it.
+    """
     PART_O, PART_LSE, SLOTS, bh, all_heads = parts
+    counter, joins, counts = chain
     count = (marks >> 8) & 255
-    if S.ACCUMULATES:
+    first = wait_for(first, PART_O, counter, joins, S)
+    if S.ACCUMULATES and not S.CHAINED:
         first = awaited(first)
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
@@ -196,7 +208,9 @@ def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, s
     if S.SPLIT:
         slot = gl.load(SLOTS + t)
     if S.ACCUMULATES:  # the earlier passes are one more key, of weight exp2(before) and value o; not in parts
-        before = gl.load(LSE + x, mask=mine & (slot < 0), other=-float("inf")) * 1.4426950408889634
+        before = (
+            gl.load(LSE + x, mask=mine & (slot < 0) & (joins > 0), other=-float("inf")) * 1.4426950408889634
+        )
         base = gl.maximum(before, lse2)
         base = gl.where(base == -float("inf"), 0.0, base)
         fade, share = gl.exp2(before - base), gl.exp2(lse2 - base)
@@ -212,7 +226,8 @@ def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, s
         gl.store(LSE + x, lse2 * 0.6931471805599453, mask=mine)
         place.store((acc * scale[:, None]).to(place.dtype))
         to, stored = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
-        _store(O, place, to, stored, o_n, fade, 1, S)
+        _store(O, place, to, stored, o_n, fade, joins, S)
+    return gl.where(counts > 0, counter, -1) if S.CHAINED else 0
 
 
 @gluon.jit
@@ -311,7 +326,7 @@ def hopper_forward(
     heads, all_heads, group, n, start, step, scale2, S: gl.constexpr,
 ):  # fmt: skip
     """Program p has chunk p // all_heads of one head. A pass that continues from an earlier one starts before that
-    has ended, and waits for it before reading its results."""
+    has ended, and waits for it before reading its results. If passes are chained, PART_O holds their counters."""
     bh = gl.program_id(0) % all_heads
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n
@@ -336,14 +351,15 @@ def hopper_forward(
     begun = _spot(row, c, MASKS, S)
     _copy_block(ks, K, begun, k_m, c, S)
     async_copy.commit_group()
-    _copy_block(vs.index(0), V, begun, v_m, c, S)
-    async_copy.commit_group()
     first, hop, _ = _tile(row, mark)
     next_first, next_hop, _ = _tile(following, coming)
     row, after = _row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)
     spot, bits = _spot(following, c, MASKS, S), bits_of(begun[3], MASKS, mark, zero, S)
-    async_copy.wait_group(1)
+    async_copy.wait_group(0)
     barrier()
+    # Not before: all programs start at once and wait for memory, and the first product needs no values.
+    _copy_block(vs.index(0), V, begun, v_m, c, S)
+    async_copy.commit_group()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
     barrier()
     _copy_block(ks, K, spot, k_m, c, S)
@@ -358,12 +374,14 @@ def hopper_forward(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, S.OUT, 2)
     left = _pairs(weights)
     at = 0
+    pending = lo * 0 - 1 if S.CHAINED else 0
     for t in range(lo, last):
         if VALUES == 1:
             async_copy.wait_group(1)
         else:
             async_copy.wait_group(0)
         barrier()
+        pending, linked = count_tile(PART_O, pending, S), chain_of(BLOCKS + t * WORDS, S)
         product_k = scores_of(qs, ks, zero, S)
         if VALUES == 1:
             async_copy.wait_group(0)
@@ -388,7 +406,9 @@ def hopper_forward(
             _copy_block(vs.index(0), V, spot, v_m, c, S)
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
-            _close(O, LSE, parts, t, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
+            pending = _close(
+                O, LSE, parts, t, linked, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S
+            )
             acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
             if VALUES == 1:
                 barrier()
@@ -404,7 +424,12 @@ def hopper_forward(
         at = VALUES - 1 - at
     async_copy.wait_group(0)
     barrier()
+    count_tile(PART_O, pending, S)
+    linked = chain_of(BLOCKS + last * WORDS, S)
     acc = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc)
-    _close(O, LSE, parts, last, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
+    pending = _close(
+        O, LSE, parts, last, linked, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S
+    )
+    count_last_tile(PART_O, pending, S)
     if S.LATE:
         awaited(lo)

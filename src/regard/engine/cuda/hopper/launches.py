@@ -1,5 +1,6 @@
 """The launches of the kernels for Hopper; this module imports Gluon, the language of these kernels."""
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -7,18 +8,19 @@ import torch
 from torch import Tensor
 
 from ..call import CallLayout, Config, Layout, base2, contiguous, padded
-from ..launches import PARTS, Launches, _merge, _multiprocessors, _sum
+from ..launches import PARTS, Launches, _merge, _multiprocessors, _parts, _sum
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..tile_lists import in_boxes, with_masks
 from ..triton.forward import merge_kernel
-from ..work_split import WorkSplit, by_length, chain, flatten_heads, mix, split_work
+from ..work_split import CACHE, WorkSplit, by_length, chain, flatten_heads, mix, split_work
 from .backward import hopper_dkv, hopper_dq
 from .forward import hopper_forward
 from .static import hopper_static, keep
 
 # The share of the work that is kept for programs that finish early: programs on one multiprocessor differ in speed.
 DYNAMIC_SHARE = 0.1
+FEW_TILES = 3  # of a program, forward: so few are 1 to 7 % slower by a dynamic share
 SHORT_RUN = 40  # blocks of a program: so few are 1 to 9 % slower by a dynamic share (gpu_experiments)
 
 
@@ -39,39 +41,48 @@ def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePass
     return in_boxes(*where) or by_length(with_masks(*where), programs)
 
 
-def forward(call: CallLayout) -> tuple[DevicePasses, Launches, int]:
-    """Fills o and lse. Returns the passes, their launches, and the rows of a head's parts of split tiles."""
+def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
+    """Fills o and lse. Returns the passes, their launches, and the workspace as `dq` does."""
     task, parts = call.task, 0
     config: Any = task.configs.hopper_forward
     route, at_a_time = hopper_passes(call, config, False), programs_at_a_time(config, call.device)
     launches: Launches = []
     mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
     flat_heads = ((step, *flatten_heads(step, task.step, call.tensors)) for step in route.steps)
-    flattened = list(flat_heads) if mixed is None else [mixed[:3]]
+    flattened, counters = list(flat_heads) if mixed is None else [mixed[:3]], 0
+    all_heads, (length, width) = math.prod(call.output.shape[:2]), call.output.shape[2:]
+    # Chained, passes read q, k, v and o from the cache. Heads of 64 are 16 to 30 % slower by that.
+    worth = width > 64 and 4 * 2 * all_heads * length * width > CACHE
+    chained = chain(route, call.tensors, at_a_time) if worth else None
+    if chained is not None:
+        flattened, counters = [(route.steps[0], *chained[:2])], chained[2]
     apart, place = route.apart and mixed is None, (task.start, task.step)
     for nth, (step, flat, (q, k, v)) in enumerate(flattened):
         (b, h, n, d), h_kv, late = q.shape, k.shape[1], apart and nth > 0
         # Every second pass runs backwards: it begins with rows that are still in the cache.
         if mixed is None:
             backwards = nth % 2 == 1
-            cut = split_work(flat.work, b * h, at_a_time, dynamic_share=DYNAMIC_SHARE, backwards=backwards)
+            few = b * h * len(flat.work.ends) <= FEW_TILES * at_a_time
+            share = 0.0 if counters or few else DYNAMIC_SHARE
+            cut = split_work(flat.work, b * h, at_a_time, dynamic_share=share, backwards=backwards)
         else:
             cut = mixed[3]
         launch = Launch(
             hopper_forward, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *(call.output if flat is step else contiguous(b, h, n, d)).strides,
             h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), early=step.accumulates or late,
-            S=hopper_static(flat, config, call)._replace(
+            cooperative=counters > 0, S=hopper_static(flat, config, call)._replace(
                 SPLIT=cut.slots > 0, LATE=late,
                 LETS=apart or cut.slots > 0 or any(later.accumulates for later, *_ in flattened[nth + 1 :]),
             ),
         )  # fmt: skip
-        names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot, cut.masks
+        buffers = ("counters" if counters else PARTS[0], PARTS[1])
+        names = "q", "k", "v", "o", "lse", *buffers, cut.chunks, cut.blocks, cut.slot, cut.masks
         launches += [(launch, names), _merge(call.output, cut.joins, config, place, step, early=True)]
         parts = max(parts, cut.slots * config.tile)
     if apart:  # merged in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is merge_kernel)
-    return route, launches, parts
+    return route, launches, {**_parts(all_heads * parts, width), "counters": counters}
 
 
 def gradient_passes(
