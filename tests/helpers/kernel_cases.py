@@ -306,10 +306,10 @@ def _on_gpu() -> Iterator[Case]:
         "window, then dilated": mixed["window, then dilated"],
         "first rows without a key": (causal() - window(2)) & (window(64) | dilated(64, 8) | dilated(64, 64)),
     }
-    for (name, pattern), (d, n) in product(
-        chained.items(), ((64, 3100), (128, 3072), (96, 3500), (256, 3072))
-    ):  # of heads wider than 64, more than 40 MB: forward passes too
-        shape = {"n": n, "m": n, "d_k": d, "d_v": d, "b": 4, "h": 4, "h_kv": 4}
+    # Of heads wider than 64, more than 40 MB: forward passes too.
+    shapes = (64, 2, 4, 3100), (128, 3, 8, 2112), (96, 3, 8, 2304), (256, 2, 4, 3072)
+    for (name, pattern), (d, b, h, n) in product(chained.items(), shapes):
+        shape = {"n": n, "m": n, "d_k": d, "d_v": d, "b": b, "h": h, "h_kv": h}
         yield Case(f"{name}, in one launch, d = {d}", pattern, dtype="bfloat16", **shape)
     # Tiles that are boxes of a grid, blocks that are lists; grouped heads are not flattened.
     grids = {
