@@ -41,61 +41,59 @@ def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePass
     return in_boxes(*where) or by_length(with_masks(*where), programs)
 
 
-def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
-    """Fills o and lse. Returns the passes, their launches, and the workspace as `dq` does."""
-    task, parts = call.task, 0
-    config: Any = task.configs.hopper_forward
-    route, at_a_time = hopper_passes(call, config, False), programs_at_a_time(config, call.device)
-    launches: Launches = []
-    mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
-    flat_heads = ((step, *flatten_heads(step, task.step, call.tensors)) for step in route.steps)
-    flattened, counters = list(flat_heads) if mixed is None else [mixed[:3]], 0
-    all_heads, (length, width) = math.prod(call.output.shape[:2]), call.output.shape[2:]
-    # Chained, passes read q, k, v and o from the cache. Heads of 64 are 16 to 30 % slower by that.
-    worth = width > 64 and 4 * 2 * all_heads * length * width > CACHE
-    chained = chain(route, call.tensors, at_a_time) if worth else None
-    if chained is not None:
-        flattened, counters = [(route.steps[0], *chained[:2])], chained[2]
-    apart, place = route.apart and mixed is None, (task.start, task.step)
-    for nth, (step, flat, (q, k, v)) in enumerate(flattened):
-        (b, h, n, d), h_kv, late = q.shape, k.shape[1], apart and nth > 0
-        # Every second pass runs backwards: it begins with rows that are still in the cache.
-        if mixed is None:
-            backwards = nth % 2 == 1
-            few = b * h * len(flat.work.ends) <= FEW_TILES * at_a_time
-            share = 0.0 if counters or few else DYNAMIC_SHARE
-            cut = split_work(flat.work, b * h, at_a_time, dynamic_share=share, backwards=backwards)
-        else:
-            cut = mixed[3]
-        launch = Launch(
-            hopper_forward, len(cut.chunks) * b * h, config,
-            *q.strides, *k.strides, *v.strides, *(call.output if flat is step else contiguous(b, h, n, d)).strides,
-            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), early=step.accumulates or late,
-            cooperative=counters > 0, S=hopper_static(flat, config, call)._replace(
-                SPLIT=cut.slots > 0, LATE=late,
-                LETS=apart or cut.slots > 0 or any(later.accumulates for later, *_ in flattened[nth + 1 :]),
-            ),
-        )  # fmt: skip
-        buffers = ("counters" if counters else PARTS[0], PARTS[1])
-        names = "q", "k", "v", "o", "lse", *buffers, cut.chunks, cut.blocks, cut.slot, cut.masks
-        launches += [(launch, names), _merge(call.output, cut.joins, config, place, step, early=True)]
-        parts = max(parts, cut.slots * config.tile)
-    if apart:  # merged in the end: the passes overlap
-        launches.sort(key=lambda x: x[0].kernel is merge_kernel)
-    return route, launches, {**_parts(all_heads * parts, width), "counters": counters}
-
-
-def gradient_passes(
-    call: CallLayout, config: Config, by_keys: bool
+def launched_passes(
+    call: CallLayout, config: Config, by_keys: bool, chains: bool = True
 ) -> tuple[DevicePasses, list[tuple[DevicePass, tuple[Layout, ...]]], int]:
     """The passes as planned; what is launched, with flattened heads if possible, and the layouts of its tensors; and
     the number of counters that tiles wait for, if all passes are one launch, otherwise 0."""
     route = hopper_passes(call, config, by_keys)
-    chained = chain(route, call.tensors, programs_at_a_time(config, call.device))
+    chained = chain(route, call.tensors, programs_at_a_time(config, call.device)) if chains else None
     if chained is not None:
         return route, [chained[:2]], chained[2]
     apart = 1 if by_keys else call.task.step
     return route, [flatten_heads(step, apart, call.tensors) for step in route.steps], 0
+
+
+def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
+    """Fills o and lse. Returns the passes, their launches, and the workspace as `dq` does."""
+    task, parts, shape = call.task, 0, call.output.shape
+    config: Any = task.configs.hopper_forward
+    at_a_time = programs_at_a_time(config, call.device)
+    # In one launch, passes read q, k, v and o from the cache. Heads of 64 are 16 to 30 % slower by that.
+    worth = shape[3] > 64 and 4 * 2 * math.prod(shape) > CACHE
+    route, launched, counters = launched_passes(call, config, False, worth)
+    mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
+    if mixed is not None:
+        launched = [mixed[1:3]]
+    launches: Launches = []
+    apart, place = route.apart and mixed is None, (task.start, task.step)
+    for nth, (step, (q, k, v)) in enumerate(launched):
+        (b, h, n, d), h_kv, late = q.shape, k.shape[1], apart and nth > 0
+        out = call.output if q.shape == shape else contiguous(b, h, n, d)
+        # Every second pass runs backwards: it begins with rows that are still in the cache.
+        if mixed is None:
+            few = b * h * len(step.work.ends) <= FEW_TILES * at_a_time
+            share = 0.0 if counters or few else DYNAMIC_SHARE
+            cut = split_work(step.work, b * h, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
+        else:
+            cut = mixed[3]
+        early = late or (step.accumulates and not counters)
+        launch = Launch(
+            hopper_forward, len(cut.chunks) * b * h, config, *q.strides, *k.strides, *v.strides, *out.strides,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), early=early,
+            cooperative=counters > 0, S=hopper_static(step, config, call)._replace(
+                SPLIT=cut.slots > 0, LATE=late,
+                LETS=apart or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :]),
+            ),
+        )  # fmt: skip
+        buffers = ("counters" if counters else PARTS[0], PARTS[1])
+        names = "q", "k", "v", "o", "lse", *buffers, cut.chunks, cut.blocks, cut.slot, cut.masks
+        split = step if mixed is None else mixed[0]
+        launches += [(launch, names), _merge(call.output, cut.joins, config, place, split, early=True)]
+        parts = max(parts, cut.slots * config.tile)
+    if apart:  # merged in the end: the passes overlap
+        launches.sort(key=lambda x: x[0].kernel is merge_kernel)
+    return route, launches, {**_parts(math.prod(shape[:2]) * parts, shape[3]), "counters": counters}
 
 
 def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
@@ -105,7 +103,7 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     """
     task, parts = call.task, 0
     config: Any = task.configs.hopper_dq
-    route, flattened, counters = gradient_passes(call, config, False)
+    route, flattened, counters = launched_passes(call, config, False)
     launches: Launches = []
     at_a_time = programs_at_a_time(config, call.device)
     for nth, (step, (q, k, v, o, do)) in enumerate(flattened):
@@ -138,7 +136,7 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     """
     b, h_kv, m, d = call.tensors[1].shape
     config: Any = call.task.configs.hopper_dkv
-    route, flattened, counters = gradient_passes(call, config, True)
+    route, flattened, counters = launched_passes(call, config, True)
     if not route.joins:
         flattened.sort(key=lambda x: not x[0].work.slots)
     added = [False, *(_adds(x, y) for (x, _), (y, _) in pairwise(flattened)), False]
