@@ -3,12 +3,14 @@
 import json
 import os
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import regard as rg
 from lens_models import huggingface, inputs, small
+from regard.lens.calls import is_index
 from regard.lens.recorder import Recorder, gradient_norms
 from regard.lens.text_table import Table
 from regard.lens.view import look
@@ -57,6 +59,15 @@ def test_what_does_not_exist_is_refused_with_the_range(layer, head, batch, messa
         rg.ShapeError, match=r"query 7 of layer 0 \(blocks.0.attention\): it has 7 queries, 0 to 6"
     ):
         look(small(), IDS).calls[0].weights([0], [7])
+    for names in (look(small(), IDS).queries, look(small(), IDS).keys):
+        with pytest.raises(rg.ShapeError, match="batch row 2 of blocks.0.attention: it has 2 rows, 0 to 1"):
+            names(0, 2)
+
+
+def test_an_index_is_a_whole_number_of_any_library():
+    """A head of 1.5 was that of 1."""
+    assert all(is_index(i, 3) for i in (0, 2, torch.tensor(2), numpy.int64(1)))
+    assert not any(is_index(i, 3) for i in (3, -1, 1.0, 1.5, "1", None, torch.tensor(3)))
 
 
 def test_tokens_come_from_ids_from_names_or_from_a_tokenizer():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.cli.models import LoadedModel, included_translator
+from regard.cli.models import LoadedModel, arguments, included_translator, namer, own_output, read_input
 
 pytest.importorskip("fastapi")
 from regard.web.app import create_app
@@ -134,6 +134,25 @@ def test_removing_a_head_or_a_key_changes_the_output_as_the_library_says(words):
         422,
         {"error": "nothing to remove: give a layer and a head, or a key"},
     )
+
+
+def test_a_key_is_removed_in_the_layers_that_have_the_same_keys(studio):
+    """A key of the encoder also hid the key with its number in the decoder, and one that does not exist had no effect."""
+    view = ask(studio, "/api/heads", {"text": TEXT})[1]
+    source = view["layers"][0]["keys"]
+    layers = [i for i, each in enumerate(view["layers"]) if each["keys"] == source]
+    assert {view["layers"][i]["group"] for i in layers} == {"encoder", "cross"}
+    loaded = included_translator()
+    text = read_input(TEXT, loaded)
+    looked = rg.look(loaded.model, arguments(loaded, text, own_output(loaded, text)), namer(loaded.tokenizer))
+    assert list(looked.keys(0)) == source
+    found = ask(studio, "/api/remove", {"text": TEXT, "layer": 0, "key": 2})[1]
+    assert found["effect"] == pytest.approx(looked.remove_key(2, layer=layers), rel=1e-4)
+    at_target = next(i for i, each in enumerate(view["layers"]) if each["group"] == "decoder")
+    other = ask(studio, "/api/remove", {"text": TEXT, "layer": at_target, "key": 2})[1]
+    assert other["effect"] != found["effect"]
+    status, answer = ask(studio, "/api/remove", {"text": TEXT, "layer": 0, "key": 99})
+    assert status == 422 and answer["error"] == f"key 99: layer 0 has {len(source)} keys"
 
 
 def test_the_next_token_is_the_one_that_greedy_decoding_takes(words):

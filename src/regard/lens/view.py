@@ -1,6 +1,7 @@
 """rg.look: run a model once, record its attention calls, compute maps and statistics from them."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import isfinite
@@ -15,7 +16,7 @@ from ..compat import version
 from ..errors import FormatError, RegardError, ShapeError, nearest
 from . import ablation, head_similarity, labels
 from . import relations as marked_pairs
-from .calls import AttentionCall, is_causal_call, query_offset, tensors_of
+from .calls import AttentionCall, is_causal_call, is_index, query_offset, tensors_of
 from .head_kinds import RULES, HeadKind, Rule, classify_heads
 from .intercept import InterceptedCall, Interceptor, intercept
 from .rollout import rollout
@@ -178,10 +179,12 @@ class View:
         return self.call(layer).scores([head], None, batch)[0]
 
     def queries(self, layer: int | str, batch: int = 0) -> tuple[str, ...]:
-        return self.call(layer).queries[batch]
+        call = self.call(layer)
+        return call.queries[call.region(batch=batch).batch]
 
     def keys(self, layer: int | str, batch: int = 0) -> tuple[str, ...]:
-        return self.call(layer).keys[batch]
+        call = self.call(layer)
+        return call.keys[call.region(batch=batch).batch]
 
     def row(self, layer: int | str, head: int, query: int | str, batch: int = 0) -> dict[str, float]:
         """The weights of one query, by the names of the keys; a name that occurs twice has its position added.
@@ -290,13 +293,24 @@ class View:
     def remove_key(
         self,
         key: int,
-        layer: int | str | None = None,
+        layer: int | str | Sequence[int | str] | None = None,
         head: int | None = None,
         loss: ablation.Loss | None = None,
     ) -> float:
-        """The relative change of the output (or the increase of the loss) if no query may attend to a key."""
-        at = None if layer is None else self.call(layer).layer
-        return ablation.remove_key(self._model, self._inputs, key, at, head, loss)
+        """The relative change of the output (or the increase of the loss) if no query may attend to a key.
+
+        layer: one, several, or None for all. An encoder-decoder has keys of two sequences, so name its layers.
+        """
+        given = self.calls if layer is None else [layer] if isinstance(layer, int | str) else layer
+        calls = [c if isinstance(c, AttentionCall) else self.call(c) for c in given]
+        for call in calls:
+            call.region(None if head is None else [head])
+            if not is_index(key, call.m):
+                raise ShapeError(
+                    f"key {key!r} of layer {call.layer} ({call.name}): it has {call.m} keys, 0 to {call.m - 1}"
+                    + ("; name the layers to change: layer=[0, 1]" if layer is None else "")
+                )
+        return ablation.remove_key(self._model, self._inputs, key, [c.layer for c in calls], head, loss)
 
     # files
 

@@ -45,7 +45,7 @@ class HeadsRequest(BaseModel):
 
 
 class HeadRequest(HeadsRequest):
-    """One head of a text; query: a position; key: one that is removed."""
+    """One head of a text; query: a position; key: one that is removed in every layer with the same keys."""
 
     layer: int | None = Field(None, ge=0, le=10_000)
     head: int | None = Field(None, ge=0, le=10_000)
@@ -189,12 +189,16 @@ class Studio:
         view = self.view(request.text, request.target)
         model, inputs = self.loaded.model, view._inputs
         if request.key is not None:
-            change: Any = _without_key(request.key, request.layer, request.head)
+            keys = view.keys(request.layer or 0)
+            if request.key >= len(keys):
+                raise SpecError(f"key {request.key}: layer {request.layer or 0} has {len(keys)} keys")
+            layers = [c.layer for c in view.calls if c.keys[0] == keys]
+            change: Any = ablation._without_key_of(request.key, layers, None)
         elif request.layer is not None and request.head is not None:
             change = ablation._without_head_of(request.layer, request.head)
         else:
             raise SpecError("nothing to remove: give a layer and a head, or a key")
-        before, after = ablation._run(model, inputs, None), ablation._run(model, inputs, change)
+        before, after = ablation.unchanged(model, inputs), ablation._run(model, inputs, change)
         return {
             "effect": ablation._difference(before, after, None),
             "before": self._distribution(first_tensor(before)),
@@ -333,17 +337,6 @@ class Studio:
             {"id": i, "token": word, "p": round(x, 5), "end": i == self._end()}
             for i, word, x in zip(ids.tolist(), self._words(ids.tolist()), p.tolist())
         ]
-
-
-def _without_key(key: int, layer: int | None, head: int | None) -> Callable[..., Tensor]:
-    """The change that hides a key; cross-attention has keys of its own, and a layer with fewer keys keeps all."""
-
-    def change(at: int, out: Any, source: Any) -> Any:
-        if (layer is not None and at != layer) or source.shape[3] <= key:
-            return out
-        return ablation._without_key(out, source, key, head)
-
-    return change
 
 
 def _numbers(x: Tensor, digits: int = 5) -> list[float]:

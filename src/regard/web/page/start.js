@@ -12,7 +12,7 @@ at("ask-generate").addEventListener("submit", (event) => { event.preventDefault(
 at("generate-stop").addEventListener("click", () => { output.run++; at("generate-stop").disabled = true; });
 at("beam-start").addEventListener("click", beamTree);
 at("remove-head").addEventListener("click", () => removed({ layer: state.layer, head: state.head }));
-at("remove-key").addEventListener("click", () => removed({ key: state.key }));
+at("remove-key").addEventListener("click", () => removed({ layer: state.layer, key: state.key }));
 at("step").addEventListener("click", stepThrough);
 at("step-back").addEventListener("click", () => showStep(STEP.chosen - 1)); at("step-next").addEventListener("click", () => showStep(STEP.chosen + 1));
 at("second-form").addEventListener("submit", (event) => { event.preventDefault(); secondText(); });
