@@ -98,8 +98,11 @@ def test_look_does_not_disable_pytorchs_nested_tensor_path():
     def run(x, padding):
         outputs.append(model(x, src_key_padding_mask=padding))
 
-    look(run, (torch.randn(2, 7, 16), PADDING))
+    view = look(run, (torch.randn(2, 7, 16), PADDING))
     assert outputs[0][0, 5:].abs().max() == 0
+    # A nested tensor has no padded rows: they have no weights, and are not counted as uniform ones.
+    padded = weights(view, 1)[PADDING[:, None].expand(-1, 2, -1)]
+    assert padded.numel() and padded.abs().max() == 0 and view.statistics[1].queries == 12
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

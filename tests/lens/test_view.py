@@ -60,7 +60,7 @@ def test_what_does_not_exist_is_refused_with_the_range(layer, head, batch, messa
     ):
         look(small(), IDS).calls[0].weights([0], [7])
     for names in (look(small(), IDS).queries, look(small(), IDS).keys):
-        with pytest.raises(rg.ShapeError, match="batch row 2 of blocks.0.attention: it has 2 rows, 0 to 1"):
+        with pytest.raises(rg.ShapeError, match=r"batch row 2 of blocks.0.attention: it has 2 rows, 0 to 1"):
             names(0, 2)
 
 
@@ -240,6 +240,27 @@ def test_an_input_that_does_not_fit_is_described():
         look(nn.Linear(3, 3), (torch.randn(2, 3), "x"))
     with pytest.raises(rg.ShapeError, match="Linear does not run on colour=str: TypeError: "):
         look(nn.Linear(3, 3), {"colour": "red"})
+
+
+def test_a_model_without_numbers_and_ids_without_a_row_are_refused_in_words():
+    with pytest.raises(rg.SpecError, match=r"Stack or its input is on the device meta, .* or use rg.cost"):
+        look(small().to("meta"), IDS.to("meta"))
+    model = nn.Sequential(nn.Embedding(9, 4), nn.TransformerEncoderLayer(4, 2, 8))
+    with pytest.raises(
+        rg.ShapeError, match=r"the largest id is 9; the largest embedding of the model has 9 rows, 0 to 8"
+    ):
+        look(model, IDS)
+
+
+def test_maps_with_nan_are_valid_json():
+    """A softmax over no key is NaN, which JSON does not have."""
+    x = torch.randn(1, 2, 5, 4)
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
+    allowed[3] = False
+    view = look(lambda x: (x @ x.mT).masked_fill(~allowed, -torch.inf).softmax(-1) @ x, x)
+    maps = view.to_plain(maps=True)["layers"][0]["maps"]
+    assert maps[1][3] == [None] * 5 and maps[1][0] == [1, 0, 0, 0, 0]
+    json.dumps(view.to_plain(maps=True), allow_nan=False)
 
 
 def test_numbers_are_saved_and_unknown_formats_refused(tmp_path):

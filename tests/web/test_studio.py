@@ -137,7 +137,7 @@ def test_removing_a_head_or_a_key_changes_the_output_as_the_library_says(words):
 
 
 def test_a_key_is_removed_in_the_layers_that_have_the_same_keys(studio):
-    """A key of the encoder also hid the key with its number in the decoder, and one that does not exist had no effect."""
+    """A key of the encoder also hid the one of that number in the decoder; one that does not exist had no effect."""
     view = ask(studio, "/api/heads", {"text": TEXT})[1]
     source = view["layers"][0]["keys"]
     layers = [i for i, each in enumerate(view["layers"]) if each["keys"] == source]

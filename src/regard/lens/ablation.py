@@ -63,7 +63,7 @@ def _effect(model: Any, inputs: Any, loss: Loss | None, change: ChangeOutput) ->
 
 
 def unchanged(model: Any, inputs: Any, loss: Loss | None = None) -> Any:
-    """The model's output with nothing removed, which a second run has to repeat: an effect is a difference of runs."""
+    """The model's output with nothing removed. A second run has to repeat it: effects are differences of runs."""
     first, second = (_run(model, inputs, None) for _ in range(2))
     out = first_tensor(first) if loss is None else torch.tensor(_value(loss, first))
     moved = abs(_difference(first, second, loss))

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compat import version
-from ..errors import FormatError, RegardError, ShapeError, nearest
+from ..errors import FormatError, RegardError, ShapeError, SpecError, nearest
+from ..nested import tensors_in
 from . import ablation, head_similarity, labels
 from . import relations as marked_pairs
 from .calls import AttentionCall, is_causal_call, is_index, query_offset, tensors_of
@@ -49,6 +50,7 @@ def look(
     """
     if keep not in (True, False, "copy"):
         raise RegardError(f"keep={keep!r}; use True, False or 'copy'")
+    _refuse_meta(model, inputs)
     named = labels.read(inputs, tokens, grid, image)
     collector = _CallCollector(named, inputs, separators, keep)
     with torch.no_grad(), intercept(model, collector.add) as interceptor:
@@ -57,6 +59,15 @@ def look(
         raise RegardError(_no_calls(model, interceptor))
     labels.check_used(named, [call.shape for call in collector.calls], tokens, grid)
     return View(collector, tuple(interceptor.missed), model, inputs)
+
+
+def _refuse_meta(model: Any, inputs: Any) -> None:
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    if any(x.is_meta for x in (*parameters, *tensors_in(inputs))):
+        raise SpecError(
+            f"{type(model).__name__} or its input is on the device meta, where tensors have shapes but no numbers: "
+            "there are no weights to show; build it on the CPU or a GPU, or use rg.cost"
+        )
 
 
 def _no_calls(model: Any, ran: Interceptor) -> str:
@@ -333,7 +344,10 @@ class View:
         if maps:
             for layer, c in zip(layers, self.calls):
                 of_heads = (self.map(c.layer, head, batch).tolist() for head in range(c.heads))
-                layer["maps"] = [[[round(w, 6) for w in row] for row in weights] for weights in of_heads]
+                layer["maps"] = [
+                    [[round(w, 6) if isfinite(w) else None for w in row] for row in weights]
+                    for weights in of_heads
+                ]
         plain: dict[str, Any] = {"title": self.title, "layers": layers, "heads": self.rows()}
         return plain | {"missed": list(self.missed)}
 
