@@ -144,7 +144,7 @@ def read_input(given: str, loaded: LoadedModel) -> Tensor:
     if path.suffix.lower() in IMAGES:
         return _image(path, loaded)
     if path.suffix.lower() == ".npy":
-        return _array(path)
+        return _array(path, loaded)
     if len(given) < 1024 and path.is_file():
         given = read_text(path)
     if loaded.tokenizer is None:
@@ -213,13 +213,22 @@ def _image(path: Path, loaded: LoadedModel) -> Tensor:
     return ((pixels.permute(2, 0, 1) / 255 - 0.5) / 0.5)[None]
 
 
-def _array(path: Path) -> Tensor:
+def _array(path: Path, loaded: LoadedModel) -> Tensor:
+    """The array of a file; numbers with a fraction, which numpy stores as float64, in the dtype of the weights."""
     import numpy
 
     try:
-        return torch.from_numpy(numpy.load(path, allow_pickle=False))
-    except (OSError, ValueError) as e:
+        x = torch.from_numpy(numpy.load(path, allow_pickle=False))
+    except (OSError, ValueError, TypeError, EOFError) as e:
         raise FormatError(f"cannot read {path} as an array: {e}") from e
+    if x.dim() < 2:
+        raise FormatError(
+            f"{path} has the shape {tuple(x.shape)}; the first axis of an input is the batch: (1, n) for token ids, "
+            "(1, n, d) for vectors"
+        )
+    weights = loaded.model.parameters() if isinstance(loaded.model, nn.Module) else ()
+    dtype = next((w.dtype for w in weights if w.is_floating_point()), x.dtype)
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def has_decoder_input(loaded: LoadedModel) -> bool:
