@@ -222,3 +222,14 @@ def test_a_language_model_of_hugging_face_keeps_its_head_and_has_no_empty_tokeni
     space = {}
     exec(loaded.python, space)
     assert torch.equal(space["model"].lm_head.weight, loaded.model.lm_head.weight)
+
+
+def test_the_line_of_python_imports_the_model_from_its_module(tmp_path, monkeypatch):
+    """`torch.nn:Identity` was imported from torch, and an object had its own name in place of model."""
+    (tmp_path / "mine_.py").write_text("import torch\nlayer = torch.nn.Identity()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for source in ("torch.nn:Identity", "mine_.py:layer"):
+        space = {}
+        exec(load(source).python, space)
+        assert isinstance(space["model"], torch.nn.Identity)

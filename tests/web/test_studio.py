@@ -13,6 +13,7 @@ from regard.cli.models import LoadedModel, arguments, included_translator, namer
 
 pytest.importorskip("fastapi")
 from regard.web.app import create_app
+from regard.web.studio import Studio
 from regard.web.workers import Workers
 from web_server import ask, served, tiny
 
@@ -94,6 +95,28 @@ def test_the_model_is_named_outlined_and_has_an_example(studio):
     once = sum((p["parameters"] - p["shared"]) * p["times"] for p in model["parts"])
     assert once == model["parameters"]  # the embedding that both stacks share is counted once
     assert model["cost"]["flops"] == rg.cost(included_translator().config, n=128).total.flops
+
+
+class Own(torch.nn.Module):
+    """A module of a user: neither a declaration of regard nor a model of Hugging Face."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, ids):
+        return self.layer(self.embed(ids))
+
+
+def test_a_module_of_your_own_is_priced_by_the_line_that_is_shown():
+    """It was "not priced", beside a line of Python that raised the same error."""
+    model = Own().eval()
+    found = Studio(LoadedModel(model, None, None), "mine").summary()["cost"]
+    by_line = eval(found["python"], {"regard": rg, "torch": torch, "model": model})
+    assert found["flops"] == by_line.total.flops == rg.cost(model, torch.ones(1, 128).long()).total.flops
+    declared = Studio(tiny(), "tiny-gpt").summary()["cost"]
+    assert declared["python"] == "regard.cost(model, n=128)" and declared["flops"] > 0
 
 
 @pytest.mark.long
@@ -279,6 +302,18 @@ def test_every_panel_fits_its_screen_and_has_no_serious_accessibility_violation(
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[device]
     found = axe.Axe().run(page).response["violations"]
     assert [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")] == []
+
+
+def test_the_page_says_that_it_reads_the_model(browser, words):
+    """It was an empty page with two headings until the model was read, which takes seconds on a busy machine."""
+    page, held = browser.new_page(), []
+    page.route("**/api/model", lambda route: held.append(route))
+    page.goto(f"http://127.0.0.1:{words}/")
+    page.wait_for_selector("#model-lead:has-text('Reading the model …')")
+    assert page.evaluate("!document.getElementById('looking').hidden")
+    held[0].continue_()
+    page.wait_for_selector("#model-lead:has-text('predicts the next token')")
+    page.close()
 
 
 @pytest.mark.long

@@ -42,9 +42,10 @@ def load(source: str) -> LoadedModel:
     if hasattr(target, "model_type"):
         return _huggingface(target, folder if folder.is_dir() else folder.parent)
     module, _, name = source.partition(":")
+    where = Path(module).stem if module.endswith(".py") else module
     if isinstance(target, nn.Module):
         path = folder / MODEL if (folder / RECIPE).is_file() else folder
-        line = f"from {Path(module).stem} import {name}" if name else f"model = regard.load({str(path)!r})"
+        line = f"from {where} import {name} as model" if name else f"model = regard.load({str(path)!r})"
         return LoadedModel(target.eval(), _own_tokenizer(folder), getattr(target, "spec", None), line)
     if not callable(target):
         raise SpecError(
@@ -59,7 +60,7 @@ def load(source: str) -> LoadedModel:
         ) from e
     if not isinstance(model, nn.Module):
         raise SpecError(f"{source}() returned a {type(model).__name__}; expected a model (an nn.Module)")
-    line = f"from {Path(module).stem} import {name}; model = {name}()"
+    line = f"from {where} import {name}; model = {name}()"
     return LoadedModel(model.eval(), None, getattr(model, "config", getattr(model, "spec", None)), line)
 
 

@@ -116,14 +116,19 @@ class Studio:
         }
 
     def _price(self) -> dict[str, Any]:
-        """The cost of a forward pass over PRICED positions; for a model without a cost, the reason."""
-        declared = self.loaded.config if isinstance(self.loaded.config, Spec) else self.loaded.model
+        """The cost of a forward pass over PRICED positions, with its line; for a model without a cost, the reason."""
+        model, config = self.loaded.model, self.loaded.config
+        line = f"regard.cost(model, n={PRICED})"
         try:
-            found = cost(declared, n=PRICED)
+            if isinstance(config, Spec) or hasattr(config, "model_type"):
+                found = cost(config if isinstance(config, Spec) else model, n=PRICED)
+            else:  # a module of the user's own, on ids as the page sends them
+                line = f"regard.cost(model, torch.zeros(1, {PRICED}, dtype=torch.long))"
+                found = cost(model, torch.zeros(1, PRICED, dtype=torch.long))
         except RegardError as e:
-            return {"n": PRICED, "error": str(e)}
+            return {"n": PRICED, "python": line, "error": str(e)}
         peak = None if found.memory is None else found.memory.inference_peak
-        return {"n": PRICED, "flops": int(found.total.flops), "peak": peak}
+        return {"n": PRICED, "python": line, "flops": int(found.total.flops), "peak": peak}
 
     # heads
 

@@ -24,7 +24,7 @@ function showModel() {
   if (cost.error) at("model-error").textContent = "not priced: " + cost.error;
   at("architecture").replaceChildren(...model.parts.map((p) => block(p, model.parameters)));
   at("declared").textContent = model.declaration;
-  at("python-model").textContent = (model.python || "model = …  # the model that was passed to regard serve") + `; print(regard.cost(model, n=${cost.n}))`;
+  at("python-model").textContent = (model.python || "model = …  # the model that was passed to regard serve") + `; print(${cost.python})`;
   at("reads").textContent = at("generate-reads").textContent = model.reads === "ids" ? "token ids, such as 5, 12, 7" : "text";
   if (!at("text").value) at("text").value = model.example;
   if (!at("source").value) at("source").value = model.example;

@@ -50,7 +50,10 @@ addEventListener("resize", () => { if (current === "patterns") drawAll(); });
   for (const tab of ["model", "heads", "generate"]) at("tab-" + tab).hidden = !about.reads;
   open(given.get("panel") || (given.has("pattern") ? "patterns" : about.reads ? "model" : "patterns"));
   if (about.reads) {
+    const lead = at("model-lead").textContent;
+    at("model-lead").textContent = "Reading the model … " + lead; at("looking").hidden = false;
     model = await ask("/api/model", null, at("model-error"));
+    at("model-lead").textContent = lead; at("looking").hidden = true;
     if (model) { showModel(); if (current === "generate") restart(); await lookAt(); }
   }
 })();
