@@ -85,10 +85,11 @@ def _products(
 
 @dataclass(frozen=True, eq=False)
 class StoredWeights:
-    """The weights as the model computed them."""
+    """The weights as the model computed them; rows_of_heads: it multiplies them as (b, n h, m)."""
 
     table: Float[Tensor, "b h n m"]
     v: Float[Tensor, "b h_kv m d_v"] | None = None
+    rows_of_heads: bool = False
     scale = None
     top_left_causal = False
 
