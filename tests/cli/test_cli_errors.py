@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -41,6 +42,13 @@ def bad_files(tmp_path, monkeypatch):
 
 A_FILE = "bytes.json is a file, and a folder is needed; choose another folder"
 MISTAKES = {
+    ("explain", "causal()", "--draw", "--json"): "--json and --draw are two forms of output; choose one",
+    (
+        "check",
+        "torch.nn:MultiheadAttention",
+        "--html",
+        "nowhere/x.html",
+    ): "--html nowhere/x.html: there is no folder nowhere",
     (
         "train",
         "translate",
@@ -356,6 +364,16 @@ def test_the_console_script_prints_a_sentence_about_an_unusable_file(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "x.json")], capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr == f"error: {tmp_path / 'x.json'}: Is a directory\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_behind_stdout_is_a_sentence(tmp_path):
+    """Exit code 1 means that a law is broken."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "regard", "presets"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
 
 
 def test_without_typer_the_command_prints_what_to_install():

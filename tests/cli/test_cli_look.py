@@ -2,6 +2,7 @@
 
 import json
 
+import numpy
 import pytest
 import torch
 
@@ -102,6 +103,31 @@ def test_a_text_needs_a_tokenizer(folder):
         read_input("nothing.npy", asked)
 
 
+def test_an_array_has_the_dtype_of_the_weights_and_a_batch_axis(tmp_path):
+    """numpy's numbers are float64, which a model in float32 does not run on."""
+    vectors = numpy.linspace(0, 1, 14).reshape(1, 7, 2)
+    for name, array in {
+        "v": vectors,
+        "ids": numpy.arange(7)[None],
+        "flat": numpy.arange(7),
+        "words": ["a"],
+    }.items():
+        numpy.save(tmp_path / f"{name}.npy", array)
+    (tmp_path / "empty.npy").write_text("")
+    for dtype in (torch.float32, torch.bfloat16):
+        asked = LoadedModel(torch.nn.Linear(2, 2, dtype=dtype), None, None)
+        read = read_input(str(tmp_path / "v.npy"), asked)
+        assert read.dtype == dtype and torch.equal(read, torch.from_numpy(vectors).to(dtype))
+        assert read_input(str(tmp_path / "ids.npy"), asked).dtype == torch.int64
+    with pytest.raises(
+        rg.FormatError, match=r"flat.npy has the shape \(7,\); the first axis of an input is the batch"
+    ):
+        read_input(str(tmp_path / "flat.npy"), asked)
+    for name in ("words", "empty"):
+        with pytest.raises(rg.FormatError, match=f"cannot read .*{name}.npy as an array: "):
+            read_input(str(tmp_path / f"{name}.npy"), asked)
+
+
 def test_a_text_with_its_tokenizer_has_its_tokens(folder):
     tokenizers = pytest.importorskip("tokenizers")
     words = {"the": 0, "cat": 1, "<unk>": 2}
@@ -196,3 +222,14 @@ def test_a_language_model_of_hugging_face_keeps_its_head_and_has_no_empty_tokeni
     space = {}
     exec(loaded.python, space)
     assert torch.equal(space["model"].lm_head.weight, loaded.model.lm_head.weight)
+
+
+def test_the_line_of_python_imports_the_model_from_its_module(tmp_path, monkeypatch):
+    """`torch.nn:Identity` was imported from torch, and an object had its own name in place of model."""
+    (tmp_path / "mine_.py").write_text("import torch\nlayer = torch.nn.Identity()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for source in ("torch.nn:Identity", "mine_.py:layer"):
+        space = {}
+        exec(load(source).python, space)
+        assert isinstance(space["model"], torch.nn.Identity)

@@ -123,7 +123,7 @@ def test_the_laws_are_listed():
         ),
         (
             ("my_attentions:good", "--law", "L02", "--cases", "1", "--html", "no/such/folder.html"),
-            r"cannot write no/such/folder\.html: No such file or directory",
+            r"--html no/such/folder\.html: there is no folder no/such",
         ),
     ],
 )

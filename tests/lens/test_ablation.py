@@ -148,10 +148,63 @@ def test_heads_of_pytorchs_encoder_can_be_removed():
 
 def test_a_key_or_a_head_out_of_range_is_refused():
     view = look(Heads(), X)
-    with pytest.raises(rg.ShapeError, match="key 7: this attention has 7 keys, 0 to 6"):
-        view.remove_key(7)
+    for key in (7, -1):
+        with pytest.raises(rg.ShapeError, match=f"key {key!r} of layer 0 .Heads.: it has 7 keys, 0 to 6"):
+            view.remove_key(key, layer=0)
+    with pytest.raises(rg.ShapeError, match=r"head 3 of layer 0 \(Heads\): it has 3 heads, 0 to 2"):
+        view.remove_key(0, head=3)
     with pytest.raises(rg.ShapeError, match="head 3: this attention has 3 heads, 0 to 2"):
         ablation.remove_head(Heads(), X, 0, 3)
+
+
+def test_a_key_of_one_sequence_of_two_is_removed_in_the_layers_that_are_named():
+    torch.manual_seed(0)
+    model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval()
+    view = look(model, {"src": torch.randn(1, 7, 8), "tgt": torch.randn(1, 3, 8)})
+    assert [call.m for call in view.calls] == [7, 3, 7]
+    with pytest.raises(rg.ShapeError, match="it has 3 keys, 0 to 2; name the layers to change: layer="):
+        view.remove_key(5)
+    both, one, other = (view.remove_key(5, layer=at) for at in ([0, 2], 0, [2]))
+    assert one > 1e-4 and other > 1e-4 and len({round(x, 6) for x in (both, one, other)}) == 3
+    assert one == view.remove_key(5, layer="encoder.layers.0.self_attn")
+
+
+class Growing(nn.Module):
+    """Its keys are those of all runs so far, as in a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys = []
+
+    def forward(self, x):
+        self.keys.append(x * (1 + len(self.keys)))
+        k = torch.cat(self.keys, 2)
+        return F.scaled_dot_product_attention(x, k, k)
+
+
+def test_runs_that_do_not_repeat_have_no_effects():
+    """The cache of the model grew with each removed head, and the effects with it."""
+    x = X.unflatten(-1, (2, 6)).transpose(1, 2)
+    fed = look(lambda x, cache: F.scaled_dot_product_attention(x, cache.mul_(2), x), (x, torch.randn_like(x)))
+    dropping = look(nn.MultiheadAttention(12, 2, dropout=0.5, batch_first=True), (X, X, X))
+    for view in (look(Growing(), x), fed, dropping):
+        for remove in (view.remove_heads, lambda view=view: view.remove_key(0)):
+            with pytest.raises(rg.RegardError, match=r"two equal runs of .* differ by .*: use model.eval"):
+                remove()
+    with pytest.raises(rg.RegardError, match="two equal runs"):
+        fed.remove_heads(loss=lambda out: out.square().sum())
+
+
+@pytest.mark.parametrize(
+    "loss, words",
+    [
+        (lambda out: out, r"the loss returned a Tensor of shape \(2, 7, 12\); it has to return one number"),
+        (lambda out: "low", "the loss returned a str; it has to return one number"),
+    ],
+)
+def test_a_loss_has_to_return_a_number(loss, words):
+    with pytest.raises(rg.SpecError, match=words):
+        ablation.remove_head(Heads(), X, 0, 1, loss)
 
 
 def worked():
@@ -249,6 +302,17 @@ def test_rollout_of_more_than_one_stack_is_refused():
     with pytest.raises(rg.ShapeError, match="rollout needs at least one self-attention"):
         rollout([])
     assert view.rollout().shape == (7, 7)
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"rows": [0, 7]}, "query 7 of layer .* it has 7 queries, 0 to 6"),
+    ({"rows": [-1]}, "query -1 of layer"),
+    ({"batch": 2}, "batch row 2 of .* it has 2 rows, 0 to 1"),
+    ({"residual": 1.5}, "residual=1.5: it is the share of the residual connection, from 0 to 1"),
+])  # fmt: skip
+def test_rollout_refuses_what_does_not_exist(given, words):
+    with pytest.raises(rg.RegardError, match=words):
+        look(Heads(), X).rollout(**given)
 
 
 @dataclass

@@ -152,6 +152,32 @@ def test_everything_works_by_keyboard(view, open_page):
     assert at.inner_text("#reading") != before
 
 
+def test_tab_passes_a_group_in_one_step_and_arrows_move_inside_it(view, open_page):
+    """144 heads and all tokens were tab stops between the controls and the map."""
+    at = open_page(view)
+    stops = "id => [...document.querySelectorAll('#' + id + ' *')].filter(e => e.tabIndex === 0).length"
+    assert [at.evaluate(stops, group) for group in ("overview", "queries", "keys")] == [1, 1, 1]
+    at.focus(".head[aria-pressed=true]")
+    at.keyboard.press("ArrowLeft")
+    moved = at.evaluate("document.activeElement.getAttribute('aria-label')")
+    at.keyboard.press("Tab")
+    assert at.evaluate("document.activeElement.dataset.mode") == "map"
+    at.keyboard.press("Shift+Tab")  # back to the head that was left
+    assert at.evaluate("document.activeElement.getAttribute('aria-label')") == moved
+    at.focus("#queries span[tabindex='0']")
+    at.keyboard.press("ArrowRight")
+    assert at.evaluate("document.activeElement === document.querySelectorAll('#queries span')[1]")
+    assert at.inner_text("#reading").startswith(f"“{view.queries(0)[1]}” attends to")
+    at.eval_on_selector("#layer", "e => { e.value = 4; e.dispatchEvent(new Event('input')); }")
+    assert at.evaluate("document.querySelector('#overview .head[tabindex=\"0\"]').dataset.layer") == "4"
+
+
+def test_a_page_without_maps_says_no_weights(open_page):
+    at = open_page(rg.look(model(2, 2), torch.arange(7)[None], keep=False))
+    assert not at.is_visible("#words") and not at.is_visible("#reading")
+    assert at.inner_text("#python-head").startswith("view.statistics[")
+
+
 def test_a_patch_shows_its_attention_over_the_image(vision, open_page):
     at = open_page(vision)
     box = at.locator("#picture").bounding_box()

@@ -98,8 +98,11 @@ def test_look_does_not_disable_pytorchs_nested_tensor_path():
     def run(x, padding):
         outputs.append(model(x, src_key_padding_mask=padding))
 
-    look(run, (torch.randn(2, 7, 16), PADDING))
+    view = look(run, (torch.randn(2, 7, 16), PADDING))
     assert outputs[0][0, 5:].abs().max() == 0
+    # A nested tensor has no padded rows: they have no weights, and are not counted as uniform ones.
+    padded = weights(view, 1)[PADDING[:, None].expand(-1, 2, -1)]
+    assert padded.numel() and padded.abs().max() == 0 and view.statistics[1].queries == 12
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -574,3 +577,56 @@ def test_a_public_name_that_is_first_used_during_a_look_is_not_changed_afterward
 
     look(Uses(), torch.randn(1, 2, 3, 4))
     assert rg.attention is sys.modules["regard.engine.attention"].attention
+
+
+class Product(nn.Module):
+    """softmax(q kᵀ) v by einsum, with axes in any order: b h i d for queries, j for keys."""
+
+    def __init__(self, scores, output, factor=None):
+        super().__init__()
+        self.scores, self.output, self.factor, self.kept = scores, output, factor, None
+
+    def forward(self, q, k, v):
+        weights = torch.einsum(self.scores, q, k).softmax(-1)
+        weights = weights if self.factor is None else weights * self.factor
+        out = torch.einsum(self.output, weights, v)
+        return out if self.kept is None else out * self.kept
+
+
+def qkv(shared):
+    """shared: all heads have the same keys and values."""
+    g = torch.Generator().manual_seed(0)
+    keys = (2, 7, 4) if shared else (2, 3, 7, 4)
+    return tuple(torch.randn(*shape, generator=g) for shape in ((2, 3, 5, 4), keys, keys))
+
+
+@pytest.mark.parametrize("scores, output", [
+    ("bhid,bjd->bhij", "bhij,bjd->bihd"),  # all heads share keys and values, and the output is ready to be flattened
+    ("bhid,bjd->bhij", "bhij,bjd->bhid"),
+    ("bhid,bhjd->bhij", "bhij,bhjd->bihd"),
+    ("bhid,bhjd->ibhj", "ibhj,bhjd->bhid"),
+])  # fmt: skip
+def test_weights_are_read_in_any_order_of_axes(scores, output):
+    q, k, v = qkv(shared=",bjd" in scores)
+    truth = torch.einsum(scores.split("->")[0] + "->bhij", q, k).softmax(-1)
+    model = Product(scores, output)
+    view = look(model, (q, k, v))
+    assert view.calls[0].shape == (2, 3, 5, 7) and torch.allclose(weights(view, 0), truth, atol=1e-6)
+    # a head is removed where the output has it
+    whole = model(q, k, v)
+    at = output[-4:].index("h")
+    model.kept = torch.tensor([1.0, 0.0, 1.0]).view([3 if i == at else 1 for i in range(4)])
+    effect = (model(q, k, v) - whole).norm() / whole.norm()
+    model.kept = None
+    assert view.remove_heads().effects[0, 1] == pytest.approx(float(effect), rel=1e-5)
+
+
+def test_changed_weights_in_an_unknown_order_are_not_shown_in_a_wrong_one():
+    """Those of (n, b, h, m) were shown as if they were (b, h, n, m)."""
+    given = qkv(shared=False)
+    with pytest.raises(rg.RegardError, match="a softmax ran, but no matrix product"):
+        look(Product("bhid,bhjd->ibhj", "ibhj,bhjd->bhid", factor=0.5).eval(), given)
+    with pytest.raises(rg.RegardError, match="a softmax ran, but no matrix product"):
+        look(Product("bhid,bjd->bhij", "bhij,bjd->bihd", factor=0.5), qkv(shared=True))
+    half = look(Product("bhid,bhjd->bhij", "bhij,bhjd->bhid", factor=0.5).eval(), given)
+    assert torch.allclose(weights(half, 0).sum(-1), torch.tensor(0.5))

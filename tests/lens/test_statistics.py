@@ -1,5 +1,7 @@
 """Head statistics from a stream equal those of the whole table, and hold no table."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -273,6 +275,27 @@ def test_heads_with_the_same_projection_have_angle_0():
 )
 def test_the_grid_of_an_image_is_inferred(tokens, height, width, grid):
     assert square_grid(tokens, height, width) == grid
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_query_whose_weights_are_nan_is_not_counted(stored):
+    """One masked query made every statistic NaN, and the head a window with confidence 1."""
+    call = random_call(3)
+    rows = [i for i in range(13) if i != 4]
+    source = replace(call.source, q=call.source.q.index_fill(2, torch.tensor([4]), torch.nan))
+    if stored:
+        source = StoredWeights(torch.stack([captured(source).weights(batch=b) for b in range(call.b)]))
+    s, w = head_statistics(captured(source), size=40), dense(call)[:, :, rows]
+    assert s.queries == 12 * call.b
+    torch.testing.assert_close(s.by_key, w.mean((0, 2)), atol=1e-6, rtol=0)
+    torch.testing.assert_close(s.top, w.amax(-1).mean((0, 2)), atol=1e-6, rtol=0)
+    torch.testing.assert_close(s.entropy, torch.special.entr(w).sum(-1).mean((0, 2)), atol=1e-5, rtol=0)
+
+
+def test_weights_that_are_all_nan_are_refused():
+    call = random_call(1)
+    with pytest.raises(rg.ShapeError, match="the weights of a head are NaN for every query, so it has no"):
+        head_statistics(captured(replace(call.source, k=call.source.k * torch.nan)))
 
 
 def test_a_call_without_allowed_pairs_is_refused():

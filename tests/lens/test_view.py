@@ -3,12 +3,14 @@
 import json
 import os
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import regard as rg
 from lens_models import huggingface, inputs, small
+from regard.lens.calls import is_index
 from regard.lens.recorder import Recorder, gradient_norms
 from regard.lens.text_table import Table
 from regard.lens.view import look
@@ -57,6 +59,15 @@ def test_what_does_not_exist_is_refused_with_the_range(layer, head, batch, messa
         rg.ShapeError, match=r"query 7 of layer 0 \(blocks.0.attention\): it has 7 queries, 0 to 6"
     ):
         look(small(), IDS).calls[0].weights([0], [7])
+    for names in (look(small(), IDS).queries, look(small(), IDS).keys):
+        with pytest.raises(rg.ShapeError, match=r"batch row 2 of blocks.0.attention: it has 2 rows, 0 to 1"):
+            names(0, 2)
+
+
+def test_an_index_is_a_whole_number_of_any_library():
+    """A head of 1.5 was that of 1."""
+    assert all(is_index(i, 3) for i in (0, 2, torch.tensor(2), numpy.int64(1)))
+    assert not any(is_index(i, 3) for i in (3, -1, 1.0, 1.5, "1", None, torch.tensor(3)))
 
 
 def test_tokens_come_from_ids_from_names_or_from_a_tokenizer():
@@ -229,6 +240,27 @@ def test_an_input_that_does_not_fit_is_described():
         look(nn.Linear(3, 3), (torch.randn(2, 3), "x"))
     with pytest.raises(rg.ShapeError, match="Linear does not run on colour=str: TypeError: "):
         look(nn.Linear(3, 3), {"colour": "red"})
+
+
+def test_a_model_without_numbers_and_ids_without_a_row_are_refused_in_words():
+    with pytest.raises(rg.SpecError, match=r"Stack or its input is on the device meta, .* or use rg.cost"):
+        look(small().to("meta"), IDS.to("meta"))
+    model = nn.Sequential(nn.Embedding(9, 4), nn.TransformerEncoderLayer(4, 2, 8))
+    with pytest.raises(
+        rg.ShapeError, match=r"the largest id is 9; the largest embedding of the model has 9 rows, 0 to 8"
+    ):
+        look(model, IDS)
+
+
+def test_maps_with_nan_are_valid_json():
+    """A softmax over no key is NaN, which JSON does not have."""
+    x = torch.randn(1, 2, 5, 4)
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
+    allowed[3] = False
+    view = look(lambda x: (x @ x.mT).masked_fill(~allowed, -torch.inf).softmax(-1) @ x, x)
+    maps = view.to_plain(maps=True)["layers"][0]["maps"]
+    assert maps[1][3] == [None] * 5 and maps[1][0] == [1, 0, 0, 0, 0]
+    json.dumps(view.to_plain(maps=True), allow_nan=False)
 
 
 def test_numbers_are_saved_and_unknown_formats_refused(tmp_path):

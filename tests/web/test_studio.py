@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import regard as rg
-from regard.cli.models import LoadedModel, included_translator
+from regard.cli.models import LoadedModel, arguments, included_translator, namer, own_output, read_input
 
 pytest.importorskip("fastapi")
 from regard.web.app import create_app
+from regard.web.studio import Studio
 from regard.web.workers import Workers
 from web_server import ask, served, tiny
 
@@ -96,6 +97,28 @@ def test_the_model_is_named_outlined_and_has_an_example(studio):
     assert model["cost"]["flops"] == rg.cost(included_translator().config, n=128).total.flops
 
 
+class Own(torch.nn.Module):
+    """A module of a user: neither a declaration of regard nor a model of Hugging Face."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, ids):
+        return self.layer(self.embed(ids))
+
+
+def test_a_module_of_your_own_is_priced_by_the_line_that_is_shown():
+    """It was "not priced", beside a line of Python that raised the same error."""
+    model = Own().eval()
+    found = Studio(LoadedModel(model, None, None), "mine").summary()["cost"]
+    by_line = eval(found["python"], {"regard": rg, "torch": torch, "model": model})
+    assert found["flops"] == by_line.total.flops == rg.cost(model, torch.ones(1, 128).long()).total.flops
+    declared = Studio(tiny(), "tiny-gpt").summary()["cost"]
+    assert declared["python"] == "regard.cost(model, n=128)" and declared["flops"] > 0
+
+
 @pytest.mark.long
 def test_the_python_line_of_the_model_gives_that_model():
     space = {}
@@ -134,6 +157,25 @@ def test_removing_a_head_or_a_key_changes_the_output_as_the_library_says(words):
         422,
         {"error": "nothing to remove: give a layer and a head, or a key"},
     )
+
+
+def test_a_key_is_removed_in_the_layers_that_have_the_same_keys(studio):
+    """A key of the encoder also hid the one of that number in the decoder; one that does not exist had no effect."""
+    view = ask(studio, "/api/heads", {"text": TEXT})[1]
+    source = view["layers"][0]["keys"]
+    layers = [i for i, each in enumerate(view["layers"]) if each["keys"] == source]
+    assert {view["layers"][i]["group"] for i in layers} == {"encoder", "cross"}
+    loaded = included_translator()
+    text = read_input(TEXT, loaded)
+    looked = rg.look(loaded.model, arguments(loaded, text, own_output(loaded, text)), namer(loaded.tokenizer))
+    assert list(looked.keys(0)) == source
+    found = ask(studio, "/api/remove", {"text": TEXT, "layer": 0, "key": 2})[1]
+    assert found["effect"] == pytest.approx(looked.remove_key(2, layer=layers), rel=1e-4)
+    at_target = next(i for i, each in enumerate(view["layers"]) if each["group"] == "decoder")
+    other = ask(studio, "/api/remove", {"text": TEXT, "layer": at_target, "key": 2})[1]
+    assert other["effect"] != found["effect"]
+    status, answer = ask(studio, "/api/remove", {"text": TEXT, "layer": 0, "key": 99})
+    assert status == 422 and answer["error"] == f"key 99: layer 0 has {len(source)} keys"
 
 
 def test_the_next_token_is_the_one_that_greedy_decoding_takes(words):
@@ -260,6 +302,18 @@ def test_every_panel_fits_its_screen_and_has_no_serious_accessibility_violation(
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[device]
     found = axe.Axe().run(page).response["violations"]
     assert [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")] == []
+
+
+def test_the_page_says_that_it_reads_the_model(browser, words):
+    """It was an empty page with two headings until the model was read, which takes seconds on a busy machine."""
+    page, held = browser.new_page(), []
+    page.route("**/api/model", lambda route: held.append(route))
+    page.goto(f"http://127.0.0.1:{words}/")
+    page.wait_for_selector("#model-lead:has-text('Reading the model …')")
+    assert page.evaluate("!document.getElementById('looking').hidden")
+    held[0].continue_()
+    page.wait_for_selector("#model-lead:has-text('predicts the next token')")
+    page.close()
 
 
 @pytest.mark.long

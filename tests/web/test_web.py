@@ -103,8 +103,8 @@ def test_a_long_pattern_is_counted_exactly_and_not_planned(bare):
         ({"pattern": "causal()", "n": 0}, "n: "),
         ({"pattern": "causal()", "n": 10**10}, "n: "),
         ({"pattern": "causal()", "device": "tpu"}, "device: "),
-        ({"pattern": "causal()" + 70 * " | full()"}, "pattern: "),
-        ({"n": 3}, "pattern: "),
+        ({"pattern": "causal()" + 70 * " | full()"}, "pattern is longer than 500 characters"),
+        ({"n": 3}, "pattern is missing"),
     ],
 )
 def test_an_invalid_pattern_gets_a_reason(bare, given, message):
@@ -373,7 +373,11 @@ def test_every_response_forbids_frames_and_foreign_resources(bare):
         ("/api/pattern", b'{"pattern": "causal()", "n": 1' + b"0" * 400 + b"}", 422, "n: "),
         ("/api/pattern", b'{"pattern": "causal()", "n": 1' + b"0" * 5000 + b"}", 422, "not JSON"),
         ("/api/pattern", json.dumps({"pattern": "~" * 490 + "full()"}).encode(), 422, "100 levels"),
-        ("/api/pattern", b"\xff\xfe", 422, "JSON decode error"),
+        ("/api/pattern", b"\xff\xfe", 422, "not JSON: JSON decode error"),
+        ("/api/pattern", b"[]", 422, "the body of the request is not a JSON object"),
+        ("/api/pattern", b"{}", 422, "pattern is missing"),
+        ("/api/look", b'{"text": ""}', 422, "text is empty"),
+        ("/api/look", json.dumps({"text": "1," * 5000}).encode(), 422, "text is longer than "),
         ("/api/cost", b'{"model": null}', 422, "model"),
         ("/api/cost", b'{"model": {"kind": "Attention", "d_model": null, "heads": 2}}', 422, "needs int"),
         ("/api/cost", b'{"model": {"kind": "window", "before": 3}}', 422, "declaration of a model"),

@@ -36,7 +36,9 @@ def check(
     ] = None,
     law: Annotated[
         list[str] | None,
-        typer.Option(help="Only this law, by number or name; repeatable.", autocompletion=names.laws),
+        typer.Option(
+            help="Only this law, by number (L29) or name (causality); repeatable.", autocompletion=names.laws
+        ),
     ] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Number of heads to build a class with.")] = None,
     d_model: Annotated[int | None, typer.Option(min=1, help="Width to build a class with.")] = None,
@@ -75,6 +77,8 @@ def check(
         return
     if target is None:
         raise SpecError(f"no target; give {FORMS}; --list lists the laws")
+    if html is not None and not html.parent.is_dir():  # before the laws run
+        raise SpecError(f"--html {html}: there is no folder {html.parent}")
     from ..laws.checker import check as run
     from ..laws.run_law import Budget
     from .devices import read_device

@@ -1,5 +1,6 @@
 """The command `regard` and its subcommands."""
 
+import errno
 import importlib
 import json
 import sys
@@ -158,6 +159,8 @@ def explain(
     from ..pattern import parse_pattern
 
     declared = parse_pattern(pattern)
+    if as_json and draw:
+        raise regard.SpecError("--json and --draw are two forms of output; choose one")
     if device not in ("cpu", "cuda"):
         raise regard.SpecError(f"unknown device {device!r}; use cpu or cuda")
     explanation = regard.explain(declared, n=n, device=device)
@@ -180,6 +183,8 @@ def run() -> None:
         sys.stdout = None
         sys.exit(1)
     except OSError as e:
+        if e.errno == errno.ENOSPC:  # also of stdout, which has no name
+            _refuse(f"cannot write {e.filename or 'the output'}: {e.strerror}")
         if e.filename is None:
             raise
         _refuse(f"{e.filename}: {e.strerror}")

@@ -42,9 +42,10 @@ def load(source: str) -> LoadedModel:
     if hasattr(target, "model_type"):
         return _huggingface(target, folder if folder.is_dir() else folder.parent)
     module, _, name = source.partition(":")
+    where = Path(module).stem if module.endswith(".py") else module
     if isinstance(target, nn.Module):
         path = folder / MODEL if (folder / RECIPE).is_file() else folder
-        line = f"from {Path(module).stem} import {name}" if name else f"model = regard.load({str(path)!r})"
+        line = f"from {where} import {name} as model" if name else f"model = regard.load({str(path)!r})"
         return LoadedModel(target.eval(), _own_tokenizer(folder), getattr(target, "spec", None), line)
     if not callable(target):
         raise SpecError(
@@ -59,7 +60,7 @@ def load(source: str) -> LoadedModel:
         ) from e
     if not isinstance(model, nn.Module):
         raise SpecError(f"{source}() returned a {type(model).__name__}; expected a model (an nn.Module)")
-    line = f"from {Path(module).stem} import {name}; model = {name}()"
+    line = f"from {where} import {name}; model = {name}()"
     return LoadedModel(model.eval(), None, getattr(model, "config", getattr(model, "spec", None)), line)
 
 
@@ -144,7 +145,7 @@ def read_input(given: str, loaded: LoadedModel) -> Tensor:
     if path.suffix.lower() in IMAGES:
         return _image(path, loaded)
     if path.suffix.lower() == ".npy":
-        return _array(path)
+        return _array(path, loaded)
     if len(given) < 1024 and path.is_file():
         given = read_text(path)
     if loaded.tokenizer is None:
@@ -213,13 +214,22 @@ def _image(path: Path, loaded: LoadedModel) -> Tensor:
     return ((pixels.permute(2, 0, 1) / 255 - 0.5) / 0.5)[None]
 
 
-def _array(path: Path) -> Tensor:
+def _array(path: Path, loaded: LoadedModel) -> Tensor:
+    """The array of a file; numbers with a fraction, which numpy stores as float64, in the dtype of the weights."""
     import numpy
 
     try:
-        return torch.from_numpy(numpy.load(path, allow_pickle=False))
-    except (OSError, ValueError) as e:
+        x = torch.from_numpy(numpy.load(path, allow_pickle=False))
+    except (OSError, ValueError, TypeError, EOFError) as e:
         raise FormatError(f"cannot read {path} as an array: {e}") from e
+    if x.dim() < 2:
+        raise FormatError(
+            f"{path} has the shape {tuple(x.shape)}; the first axis of an input is the batch: (1, n) for token ids, "
+            "(1, n, d) for vectors"
+        )
+    weights = loaded.model.parameters() if isinstance(loaded.model, nn.Module) else ()
+    dtype = next((w.dtype for w in weights if w.is_floating_point()), x.dtype)
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def has_decoder_input(loaded: LoadedModel) -> bool:

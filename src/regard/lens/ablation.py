@@ -3,14 +3,14 @@
 A large weight does not prove influence: the value may be small, or a later layer may undo the effect.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import RegardError, ShapeError
+from ..errors import RegardError, ShapeError, SpecError
 from .calls import AttentionCall, QueryKeyScores, Source
 from .intercept import ChangeOutput, InterceptedCall, intercept
 from .process_wide import WITHOUT_FAST_PATH
@@ -30,7 +30,7 @@ def remove_heads(
     model: Any, inputs: Any, calls: Sequence[AttentionCall], loss: Loss | None = None
 ) -> dict[tuple[int, int], float]:
     """`remove_head` for every head of these calls: one forward pass each."""
-    before = _run(model, inputs, None)
+    before = unchanged(model, inputs, loss)
     return {
         (call.layer, head): _difference(before, _run(model, inputs, _without_head_of(call.layer, head)), loss)
         for call in calls
@@ -46,20 +46,34 @@ def remove_key(
     model: Any,
     inputs: Any,
     key: int,
-    layer: int | None = None,
+    layers: Collection[int],
     head: int | None = None,
     loss: Loss | None = None,
 ) -> float:
-    """The same if no query may attend to `key`, in one layer or all, in one head or all."""
+    """The same if no query may attend to `key`, in these layers, in one head or all."""
+    return _effect(model, inputs, loss, _without_key_of(key, layers, head))
 
-    def change(at: int, out: Tensor, source: Source) -> Tensor:
-        return _without_key(out, source, key, head) if layer is None or at == layer else out
 
-    return _effect(model, inputs, loss, change)
+def _without_key_of(key: int, layers: Collection[int], head: int | None) -> ChangeOutput:
+    return lambda at, out, source: _without_key(out, source, key, head) if at in layers else out
 
 
 def _effect(model: Any, inputs: Any, loss: Loss | None, change: ChangeOutput) -> float:
-    return _difference(_run(model, inputs, None), _run(model, inputs, change), loss)
+    return _difference(unchanged(model, inputs, loss), _run(model, inputs, change), loss)
+
+
+def unchanged(model: Any, inputs: Any, loss: Loss | None = None) -> Any:
+    """The model's output with nothing removed. A second run has to repeat it: effects are differences of runs."""
+    first, second = (_run(model, inputs, None) for _ in range(2))
+    out = first_tensor(first) if loss is None else torch.tensor(_value(loss, first))
+    moved = abs(_difference(first, second, loss))
+    if moved > torch.finfo(out.dtype).eps ** 0.5 * (1.0 if loss is None else max(abs(float(out)), 1.0)):
+        raise RegardError(
+            f"two equal runs of {type(model).__name__} differ by {moved:.2g}, so the effect of a removal cannot be "
+            "measured: use model.eval() if it has dropout; if it changes its inputs or a cache, look at a function "
+            "that gives it a copy, such as lambda ids: model(ids, past_key_values=copy.deepcopy(cache))"
+        )
+    return first
 
 
 def _run(model: Any, inputs: Any, change: ChangeOutput | None) -> Any:
@@ -74,13 +88,22 @@ def _run(model: Any, inputs: Any, change: ChangeOutput | None) -> Any:
 
 def _difference(before: Any, after: Any, loss: Loss | None) -> float:
     if loss is not None:
-        return float(loss(after)) - float(loss(before))
+        return _value(loss, after) - _value(loss, before)
     o, changed = first_tensor(before).double(), first_tensor(after).double()
     if o.shape != changed.shape:
         raise RegardError(
             f"the model gives outputs of different shapes in two runs: {tuple(o.shape)} and {tuple(changed.shape)}"
         )
     return float((changed - o).norm() / o.norm().clamp(min=1e-30))
+
+
+def _value(loss: Loss, out: Any) -> float:
+    value = loss(out)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        of = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        raise SpecError(f"the loss returned a {type(value).__name__}{of}; it has to return one number") from e
 
 
 def _without_head(o: Float[Tensor, "b h n d_v"], head: int) -> Float[Tensor, "b h n d_v"]:
@@ -96,8 +119,6 @@ def _without_key(
 ) -> Float[Tensor, "b h n d_v"]:
     """softmax over the other keys and the sink, if there is one; zeros where there is no other key."""
     b, h, n, m = source.shape
-    if not 0 <= key < m:
-        raise ShapeError(f"key {key}: this attention has {m} keys, 0 to {m - 1}")
     if source.v is None:
         raise RegardError(
             "the values of this attention were not recorded, so a key cannot be removed from it"

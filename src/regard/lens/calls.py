@@ -6,6 +6,7 @@ memory, whatever kernel ran. For an eager call, which computes its weights as a 
 
 from dataclasses import dataclass
 from math import inf
+from operator import index
 from typing import Literal
 
 import torch
@@ -84,10 +85,11 @@ def _products(
 
 @dataclass(frozen=True, eq=False)
 class StoredWeights:
-    """The weights as the model computed them."""
+    """The weights as the model computed them; rows_of_heads: it multiplies them as (b, n h, m)."""
 
     table: Float[Tensor, "b h n m"]
     v: Float[Tensor, "b h_kv m d_v"] | None = None
+    rows_of_heads: bool = False
     scale = None
     top_left_causal = False
 
@@ -186,13 +188,13 @@ class AttentionCall:
 
     def region(self, heads: Heads | None = None, rows: Rows | None = None, batch: int = 0) -> Region:
         """The region of these heads and rows; an index out of range raises an error that names the range."""
-        if not 0 <= batch < self.b:
-            raise ShapeError(f"batch row {batch} of {self.name}: it has {_range(self.b, 'row')}")
+        if not is_index(batch, self.b):
+            raise ShapeError(f"batch row {batch!r} of {self.name}: it has {_range(self.b, 'row')}")
         for indices, count, what in ((heads, self.heads, "head"), (rows, self.n, "query")):
-            wrong = [i for i in indices if not 0 <= i < count] if isinstance(indices, list) else []
+            wrong = [i for i in indices if not is_index(i, count)] if isinstance(indices, list) else []
             if wrong:
                 raise ShapeError(
-                    f"{what} {wrong[0]} of layer {self.layer} ({self.name}): it has {_range(count, what)}"
+                    f"{what} {wrong[0]!r} of layer {self.layer} ({self.name}): it has {_range(count, what)}"
                 )
         return Region(batch, heads or slice(0, self.heads), rows or slice(0, self.n), self.m)
 
@@ -239,6 +241,11 @@ def is_causal_call(source: Source, role: Role) -> bool:
 def tensors_of(source: Source) -> list[Tensor]:
     """The tensors that the weights are computed from."""
     return [source.q, source.k] if isinstance(source, QueryKeyScores) else [source.table]
+
+
+def is_index(i: object, count: int) -> bool:
+    """Whether i is a whole number from 0 to count − 1, of Python, numpy or PyTorch."""
+    return hasattr(i, "__index__") and 0 <= index(i) < count
 
 
 def _range(count: int, what: str) -> str:

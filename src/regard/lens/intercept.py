@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -108,9 +109,12 @@ class Interceptor(DispatchMode):
         softmax = self._provenance.take_weights(weights)
         if softmax is None:
             return None
-        table, origins = softmax
+        softmax_table, origins = softmax
+        used = self._used(weights, softmax_table)
+        if used is None:
+            return None
+        table, rows_of_heads = used
         self._read_softmaxes += table.dim() > 2
-        table = self._used(weights, table)
         heads = _heads(self._running[-1][0] if self._running else None, table)
         if table.dim() == 3 and heads > 1:
             table = rearrange(table, "(b h) n m -> b h n m", h=heads)
@@ -124,21 +128,29 @@ class Interceptor(DispatchMode):
         b, h = table.shape[:2]
         v = values[None] if values.dim() == 2 else values
         fits = v.shape[0] == b * h and v.shape[1] == table.shape[-1]
-        source = StoredWeights(table, rearrange(v, "(b h) m d -> b h m d", b=b) if fits else None)
+        values_of_heads = rearrange(v, "(b h) m d -> b h m d", b=b) if fits else None
+        source = StoredWeights(table, values_of_heads, rows_of_heads)
         same = bool(origins[0] & origins[1]) if origins and origins[0] and origins[1] else None
         self.report("eager", source, role=_role(same, table.shape[-2], table.shape[-1]))
         return source
 
-    def _used(self, weights: Tensor, table: Tensor) -> Tensor:
-        """The weights that multiply the values: those of the softmax, or what the module computes from them.
+    def _used(self, weights: Tensor, table: Tensor) -> tuple[Tensor, bool] | None:
+        """The weights that multiply the values, and whether the rows of the product are (n h) in place of n.
 
-        Signed or rescaled weights are shown as they are used. In training the softmax is shown, without dropout.
+        They are those of the softmax, or what the module computes from them: signed or rescaled weights are shown as
+        they are used. In training the softmax is shown, without dropout. None if their order is not known.
         """
-        if self._running and self._running[-1][0].training:
-            return table
         with self._pause(), torch.no_grad(), without_dispatch_modes():
-            used = weights.reshape(table.shape)
-            return table if torch.equal(used, table) else used.detach()
+            in_order = self._provenance.keeps_order(weights)
+            orders = sorted(permutations(range(table.dim() - 1)), reverse=not in_order)
+            same = table.to(weights.dtype)
+            for order in orders:
+                if torch.equal(same.permute(*order, -1).reshape(weights.shape), weights):
+                    return _arranged(table, order, len(weights))
+            if not in_order:
+                return None
+            training = bool(self._running) and self._running[-1][0].training
+            return table if training else weights.reshape(table.shape).detach(), False
 
     def report(
         self,
@@ -170,7 +182,13 @@ class Interceptor(DispatchMode):
         b, h, n, _ = source.shape
         if first.numel() // first.shape[-1] != b * h * n:
             raise RegardError(f"{self.path()}: an output of shape {tuple(first.shape)} has no axis for heads")
-        changed = change(self._calls - 1, first.reshape(b, h, n, -1), source).reshape(first.shape)
+        if isinstance(source, StoredWeights) and source.rows_of_heads:
+            heads = rearrange(first.reshape(b, n, h, -1), "b n h d -> b h n d")
+            changed = rearrange(change(self._calls - 1, heads, source), "b h n d -> b n h d").reshape(
+                first.shape
+            )
+        else:
+            changed = change(self._calls - 1, first.reshape(b, h, n, -1), source).reshape(first.shape)
         return (changed, *rest) if isinstance(out, tuple) else changed
 
     def miss(self, sentence: str) -> None:
@@ -348,6 +366,19 @@ def _heads(module: nn.Module | None, table: Tensor) -> int:
         if isinstance(heads, int) and heads > 0 and table.dim() == 3 and table.shape[0] % heads == 0:
             return heads
     return 1
+
+
+def _arranged(table: Tensor, order: tuple[int, ...], products: int) -> tuple[Tensor, bool] | None:
+    """A softmax as (b, h, n, m), by the order of its axes in a batch of matrix products."""
+    if order == tuple(range(len(order))):
+        return table, False
+    if (
+        order == (0, 2, 1) and products == table.shape[0]
+    ):  # b products with rows (n h): all heads share the values
+        return table, True
+    if order == (1, 2, 0) and products == table.shape[1] * table.shape[2]:  # the softmax is (n, b, h, m)
+        return rearrange(table, "n b h m -> b h n m"), False
+    return None
 
 
 def _role(same_sequence: bool | None, n: int, m: int) -> Role:

@@ -80,8 +80,8 @@ def _projected(x: Tensor, heads: int, given: dict[str, Any], lengths: Tensor | N
     q, k, v = rearrange(packed, "b n (qkv h d) -> qkv b h n d", qkv=3, h=heads)
     score_mods: list[ScoreMod] = []
     if lengths is not None:
-        keys = torch.arange(x.shape[1], device=x.device)
-        score_mods.append(MaskOrBias((keys < lengths[:, None])[:, None, None, :]))
+        inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        score_mods.append(MaskOrBias((inside[:, :, None] & inside[:, None, :])[:, None]))
     if (mask := given["mask"]) is not None:
         score_mods.append(MaskOrBias(~_blocked(mask, given["mask_type"], heads)))
     return QueryKeyScores(q, k, v, q.shape[-1] ** -0.5, tuple(score_mods))

@@ -27,6 +27,7 @@ ELEMENTWISE = ("mul", "div", "masked_fill", "nan_to_num")  # and in place
 PRESERVES_WEIGHTS = aten_operators(
     "native_dropout", "_to_copy", "clone", "where", *ELEMENTWISE, *(f"{name}_" for name in ELEMENTWISE)
 )
+RESHAPED_COPY = aten_operator("_unsafe_view")
 COPIES = aten_operators("_to_copy", "clone")  # under autocast each projection reads a copy of its own
 NEW_TENSORS = {aten.lift_fresh, aten.lift}  # torch.tensor(…): its storage may have belonged to another tensor
 MAX_ANCESTORS = 6  # of one tensor; the newest ones decide
@@ -67,7 +68,7 @@ class TensorOrigin(NamedTuple):
     ancestors: Ancestors = NONE
     pair: tuple[Ancestors, Ancestors] | None = None
     softmax: int | None = None  # the number of the softmax whose weights it contains
-    layout: Layout | None = None  # of a tensor with such weights
+    layout: Layout | None = None  # of a tensor with such weights; None of one whose axes may have been merged
 
 
 class Provenance:
@@ -110,6 +111,8 @@ class Provenance:
             self._set(out, pair=(left, right))
         elif packet in NEW_TENSORS:
             self.start_anew(out)
+        elif packet is RESHAPED_COPY:  # it shares the storage of a copy; a permuted tensor is reshaped so
+            self._origins[storage_id(out)] = self.of(out)._replace(layout=None)
         elif not getattr(func, "is_view", False):  # a view shares the storage, and so the origin
             origins = [self.of(x) for x in given if not x.is_nested and x.numel()]
             pair = next((o.pair for o in origins if o.pair), None)
@@ -138,6 +141,11 @@ class Provenance:
             self._taken_in_part.add(number)
         del self._softmaxes[number]
         return table, origin.pair
+
+    def keeps_order(self, x: Tensor) -> bool:
+        """Whether the rows of weights are known to be in the order of the tensor that they are a view of."""
+        layout = self.of(x).layout
+        return layout is not None and (x.shape[-2] == 1 or x.stride(-2) == layout.stride[-2])
 
     def use(self, x: Tensor) -> None:
         """Record that an operator other than a view uses x, which may be a part of a softmax's result."""

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import ShapeError, SpecError
 from .calls import AttentionCall
 
 ROWS = 256  # queries whose weights are in memory at a time
@@ -27,6 +27,9 @@ def rollout(
             "rollout multiplies the layers of one stack of self-attentions, "
             f"not {', '.join(f'{c.name} ({c.n} × {c.m})' for c in calls)}"
         )
+    if not 0 <= residual <= 1:
+        raise SpecError(f"residual={residual}: it is the share of the residual connection, from 0 to 1")
+    calls[-1].region(None, rows, batch)
     first = calls[-1].weights([0], [0], batch)
     reached = torch.eye(n, dtype=first.dtype, device=first.device)[slice(None) if rows is None else rows]
     for call in reversed(calls):

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..errors import RegardError, ShapeError, SpecError
 from ..nested import is_named, tensors_in
@@ -24,7 +25,18 @@ def run(model: Any, inputs: Any) -> Any:
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as e:
         raise ShapeError(
             f"{type(model).__name__} does not run on {describe(inputs)}: {type(e).__name__}: {e}"
+            + (_large_id(model, inputs) if isinstance(e, IndexError) else "")
         ) from e
+
+
+def _large_id(model: Any, inputs: Any) -> str:
+    """The largest id of the inputs, if no embedding of the model has a row for it."""
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    rows = max((part.num_embeddings for part in parts if isinstance(part, nn.Embedding)), default=0)
+    ids = [int(x.max()) for x in tensors_in(inputs) if x.numel() and x.dtype in (torch.int32, torch.int64)]
+    if not rows or not ids or max(ids) < rows:
+        return ""
+    return f" (the largest id is {max(ids)}; the largest embedding of the model has {rows} rows, 0 to {rows - 1})"
 
 
 def describe(inputs: Any) -> str:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import ShapeError
-from .calls import AttentionCall
+from .calls import AttentionCall, tensors_of
 from .patch_grid import Grid, GridStatistics, grid_statistics
 from .token_matches import Tokens
 from .weight_blocks import Pairs, WeightBlock, blocks
@@ -24,7 +24,7 @@ SPAN = 0.9  # the share of the weight within the span
 
 @dataclass(frozen=True, eq=False)
 class HeadStatistics:
-    """Means over the queries that are not padding and have an allowed key; NaN where a statistic does not apply.
+    """Means over the queries that are not padding and have weights, none of them NaN; NaN where one does not apply.
 
     entropy: of a row, in nats; entropy_share: relative to ln(allowed keys). keys: exp(entropy), the effective number
     of keys. top: the largest weight. distance: |i − j|. span: the smallest w with 90 % of the weight at |i − j| ≤ w.
@@ -166,9 +166,10 @@ def _add(sums: Float[Tensor, "2 h"], block: WeightBlock, pairs: Pairs | None) ->
 def _finish(call: AttentionCall, sums: Sums, tokens: Tokens | None, grid: Grid | None) -> HeadStatistics:
     rows = sums.counted.sum((1, 2))
     if int(rows.min()) == 0:
-        raise ShapeError(
-            f"layer {call.layer} ({call.name}): no query has an allowed key, so it has no statistics"
-        )
+        given = () if call.source is None else tensors_of(call.source)
+        finite = all(bool(x.isfinite().all()) for x in given)
+        why = "no query has an allowed key" if finite else "the weights of a head are NaN for every query"
+        raise ShapeError(f"layer {call.layer} ({call.name}): {why}, so it has no statistics")
 
     def mean(
         x: Float[Tensor, "h b n"], counted: Float[Tensor, "h b n"] = sums.counted

@@ -1,6 +1,7 @@
 """rg.look: run a model once, record its attention calls, compute maps and statistics from them."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import isfinite
@@ -9,13 +10,14 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compat import version
-from ..errors import FormatError, RegardError, ShapeError, nearest
+from ..errors import FormatError, RegardError, ShapeError, SpecError, nearest
+from ..nested import tensors_in
 from . import ablation, head_similarity, labels
 from . import relations as marked_pairs
-from .calls import AttentionCall, is_causal_call, query_offset, tensors_of
+from .calls import AttentionCall, is_causal_call, is_index, query_offset, tensors_of
 from .head_kinds import RULES, HeadKind, Rule, classify_heads
 from .intercept import InterceptedCall, Interceptor, intercept
 from .rollout import rollout
@@ -48,6 +50,7 @@ def look(
     """
     if keep not in (True, False, "copy"):
         raise RegardError(f"keep={keep!r}; use True, False or 'copy'")
+    _refuse_meta(model, inputs)
     named = labels.read(inputs, tokens, grid, image)
     collector = _CallCollector(named, inputs, separators, keep)
     with torch.no_grad(), intercept(model, collector.add) as interceptor:
@@ -56,6 +59,15 @@ def look(
         raise RegardError(_no_calls(model, interceptor))
     labels.check_used(named, [call.shape for call in collector.calls], tokens, grid)
     return View(collector, tuple(interceptor.missed), model, inputs)
+
+
+def _refuse_meta(model: Any, inputs: Any) -> None:
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    if any(x.is_meta for x in (*parameters, *tensors_in(inputs))):
+        raise SpecError(
+            f"{type(model).__name__} or its input is on the device meta, where tensors have shapes but no numbers: "
+            "there are no weights to show; build it on the CPU or a GPU, or use rg.cost"
+        )
 
 
 def _no_calls(model: Any, ran: Interceptor) -> str:
@@ -178,10 +190,12 @@ class View:
         return self.call(layer).scores([head], None, batch)[0]
 
     def queries(self, layer: int | str, batch: int = 0) -> tuple[str, ...]:
-        return self.call(layer).queries[batch]
+        call = self.call(layer)
+        return call.queries[call.region(batch=batch).batch]
 
     def keys(self, layer: int | str, batch: int = 0) -> tuple[str, ...]:
-        return self.call(layer).keys[batch]
+        call = self.call(layer)
+        return call.keys[call.region(batch=batch).batch]
 
     def row(self, layer: int | str, head: int, query: int | str, batch: int = 0) -> dict[str, float]:
         """The weights of one query, by the names of the keys; a name that occurs twice has its position added.
@@ -290,13 +304,24 @@ class View:
     def remove_key(
         self,
         key: int,
-        layer: int | str | None = None,
+        layer: int | str | Sequence[int | str] | None = None,
         head: int | None = None,
         loss: ablation.Loss | None = None,
     ) -> float:
-        """The relative change of the output (or the increase of the loss) if no query may attend to a key."""
-        at = None if layer is None else self.call(layer).layer
-        return ablation.remove_key(self._model, self._inputs, key, at, head, loss)
+        """The relative change of the output (or the increase of the loss) if no query may attend to a key.
+
+        layer: one, several, or None for all. An encoder-decoder has keys of two sequences, so name its layers.
+        """
+        given = self.calls if layer is None else [layer] if isinstance(layer, int | str) else layer
+        calls = [c if isinstance(c, AttentionCall) else self.call(c) for c in given]
+        for call in calls:
+            call.region(None if head is None else [head])
+            if not is_index(key, call.m):
+                raise ShapeError(
+                    f"key {key!r} of layer {call.layer} ({call.name}): it has {call.m} keys, 0 to {call.m - 1}"
+                    + ("; name the layers to change: layer=[0, 1]" if layer is None else "")
+                )
+        return ablation.remove_key(self._model, self._inputs, key, [c.layer for c in calls], head, loss)
 
     # files
 
@@ -319,7 +344,10 @@ class View:
         if maps:
             for layer, c in zip(layers, self.calls):
                 of_heads = (self.map(c.layer, head, batch).tolist() for head in range(c.heads))
-                layer["maps"] = [[[round(w, 6) for w in row] for row in weights] for weights in of_heads]
+                layer["maps"] = [
+                    [[round(w, 6) if isfinite(w) else None for w in row] for row in weights]
+                    for weights in of_heads
+                ]
         plain: dict[str, Any] = {"title": self.title, "layers": layers, "heads": self.rows()}
         return plain | {"missed": list(self.missed)}
 

@@ -35,7 +35,9 @@ class WeightBlock:
     entropy: Float[Tensor, " r"]
     top: Float[Tensor, " r"]
     allowed: Float[Tensor, " r"]
-    counted: Bool[Tensor, " r"]  # queries that are not padding and have an allowed key
+    counted: Bool[
+        Tensor, " r"
+    ]  # queries that are not padding, with an allowed key and weights that are not NaN
     share: Float[Tensor, " r"]  # the factor from exp(scores) to weights: 1 / mass, 0 for a query not counted
 
     @property
@@ -99,6 +101,9 @@ def blocks(call: AttentionCall, batch: int, size: int) -> Iterator[WeightBlock]:
             valid = call.valid[batch, rows].to(device)
         for head in range(call.heads):
             sums = _fill(source, Region(batch, slice(head, head + 1), rows, keys), table, safe[head])
+            if bool((undefined := sums[0].isnan()).any()):  # a softmax over no key, or NaN in the model
+                for x in (table, *sums):
+                    x[undefined] = 0
             counted = valid & (sums[0] > 0)
             share = torch.where(counted, sums[0].reciprocal(), 0.0)
             yield WeightBlock(

@@ -217,8 +217,21 @@ def _json(result: Any) -> Response:
 
 
 def _message(errors: Sequence[Any]) -> str:
-    """The invalid fields and their errors."""
-    return "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in errors)
+    """The invalid fields and their errors, in words where pydantic's are those of a programmer."""
+    return "; ".join(_in_words(e) for e in errors)
+
+
+def _in_words(error: Any) -> str:
+    field, kind, limits = ".".join(map(str, error["loc"][1:])), error["type"], error.get("ctx", {})
+    if kind == "json_invalid":
+        return f"the body of the request is not JSON: {error['msg']}"
+    if not field:
+        return "the body of the request is not a JSON object"
+    if kind == "string_too_short" and limits["min_length"] == 1:
+        return f"{field} is empty"
+    if kind == "string_too_long":
+        return f"{field} is longer than {limits['max_length']:,} characters"
+    return f"{field} is missing" if kind == "missing" else f"{field}: {error['msg']}"
 
 
 def _heads(request: LookRequest, loaded: LoadedModel) -> str:

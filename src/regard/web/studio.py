@@ -45,7 +45,7 @@ class HeadsRequest(BaseModel):
 
 
 class HeadRequest(HeadsRequest):
-    """One head of a text; query: a position; key: one that is removed."""
+    """One head of a text; query: a position; key: one that is removed in every layer with the same keys."""
 
     layer: int | None = Field(None, ge=0, le=10_000)
     head: int | None = Field(None, ge=0, le=10_000)
@@ -116,14 +116,19 @@ class Studio:
         }
 
     def _price(self) -> dict[str, Any]:
-        """The cost of a forward pass over PRICED positions; for a model without a cost, the reason."""
-        declared = self.loaded.config if isinstance(self.loaded.config, Spec) else self.loaded.model
+        """The cost of a forward pass over PRICED positions, with its line; for a model without a cost, the reason."""
+        model, config = self.loaded.model, self.loaded.config
+        line = f"regard.cost(model, n={PRICED})"
         try:
-            found = cost(declared, n=PRICED)
+            if isinstance(config, Spec) or hasattr(config, "model_type"):
+                found = cost(config if isinstance(config, Spec) else model, n=PRICED)
+            else:  # a module of the user's own, on ids as the page sends them
+                line = f"regard.cost(model, torch.zeros(1, {PRICED}, dtype=torch.long))"
+                found = cost(model, torch.zeros(1, PRICED, dtype=torch.long))
         except RegardError as e:
-            return {"n": PRICED, "error": str(e)}
+            return {"n": PRICED, "python": line, "error": str(e)}
         peak = None if found.memory is None else found.memory.inference_peak
-        return {"n": PRICED, "flops": int(found.total.flops), "peak": peak}
+        return {"n": PRICED, "python": line, "flops": int(found.total.flops), "peak": peak}
 
     # heads
 
@@ -189,12 +194,16 @@ class Studio:
         view = self.view(request.text, request.target)
         model, inputs = self.loaded.model, view._inputs
         if request.key is not None:
-            change: Any = _without_key(request.key, request.layer, request.head)
+            keys = view.keys(request.layer or 0)
+            if request.key >= len(keys):
+                raise SpecError(f"key {request.key}: layer {request.layer or 0} has {len(keys)} keys")
+            layers = [c.layer for c in view.calls if c.keys[0] == keys]
+            change: Any = ablation._without_key_of(request.key, layers, None)
         elif request.layer is not None and request.head is not None:
             change = ablation._without_head_of(request.layer, request.head)
         else:
             raise SpecError("nothing to remove: give a layer and a head, or a key")
-        before, after = ablation._run(model, inputs, None), ablation._run(model, inputs, change)
+        before, after = ablation.unchanged(model, inputs), ablation._run(model, inputs, change)
         return {
             "effect": ablation._difference(before, after, None),
             "before": self._distribution(first_tensor(before)),
@@ -333,17 +342,6 @@ class Studio:
             {"id": i, "token": word, "p": round(x, 5), "end": i == self._end()}
             for i, word, x in zip(ids.tolist(), self._words(ids.tolist()), p.tolist())
         ]
-
-
-def _without_key(key: int, layer: int | None, head: int | None) -> Callable[..., Tensor]:
-    """The change that hides a key; cross-attention has keys of its own, and a layer with fewer keys keeps all."""
-
-    def change(at: int, out: Any, source: Any) -> Any:
-        if (layer is not None and at != layer) or source.shape[3] <= key:
-            return out
-        return ablation._without_key(out, source, key, head)
-
-    return change
 
 
 def _numbers(x: Tensor, digits: int = 5) -> list[float]:

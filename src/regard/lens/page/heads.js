@@ -43,6 +43,11 @@ function element(tag, text, given = {}) {
   return node;
 }
 
+// A group has one tab stop: the arrow keys move inside it, and Tab leaves it.
+function tabStop(home, to) {
+  home.querySelectorAll('[tabindex="0"]').forEach((other) => { other.tabIndex = -1; });
+  if (to) to.tabIndex = 0;
+}
 const GROUPS = { encoder: "Encoder", decoder: "Decoder", cross: "Decoder to encoder (cross-attention)", self: "Self-attention" };
 function overview() {
   const home = byId("overview");
@@ -50,7 +55,7 @@ function overview() {
   const maxHeads = Math.max(...data.rows.map((r) => r.head + 1));
   home.dataset.unseen = home.clientWidth ? "" : "yes";  // made while its panel was hidden, so without a width
   const room = ((home.clientWidth || 560) - 44) / maxHeads - 11;  // a head has 4 px of padding, 4 of border, 3 of gap
-  home.style.setProperty("--thumb", Math.round(Math.min(Math.max(room, 46), 84)) + "px");
+  home.style.setProperty("--thumb", Math.round(Math.min(Math.max(room, 36), 84)) + "px");
   let group = null;
   const order = ["encoder", "self", "decoder", "cross"];
   const sorted = data.layers.map((layer, l) => [layer, l]).sort((a, b) => order.indexOf(a[0].group) - order.indexOf(b[0].group) || a[1] - b[1]);
@@ -60,7 +65,7 @@ function overview() {
     row.dataset.layer = l;
     row.append(element("span", l, { title: "layer " + l + ": " + layer.name }));
     data.rows.filter((r) => r.layer === l).forEach((r) => {
-      const button = element("button", undefined, { className: "head", type: "button", title: r.kind + ": " + r.evidence });
+      const button = element("button", undefined, { className: "head", type: "button", tabIndex: -1, title: r.kind + ": " + r.evidence });
       button.dataset.layer = l; button.dataset.head = r.head; button.dataset.kind = r.kind;
       button.setAttribute("aria-label", "layer " + l + ", head " + r.head + ", " + r.kind);
       const canvas = element("canvas");
@@ -83,7 +88,7 @@ function overview() {
       return shown.find((b) => +b.dataset.layer === next && +b.dataset.head === h) || shown.find((b) => +b.dataset.layer === next);
     };
     const to = { ArrowRight: shown[here + 1], ArrowLeft: shown[here - 1], ArrowDown: vertical(1), ArrowUp: vertical(-1) }[event.key];
-    if (to) { event.preventDefault(); to.focus(); }
+    if (to) { event.preventDefault(); tabStop(home, to); to.focus(); }
   };
 }
 
@@ -98,8 +103,10 @@ function choose(layer, head) {
   byId("detail-title").textContent = name + ", head " + head + ": " + row.kind;
   byId("evidence").textContent = "layer " + layer + "; " + row.evidence + " (" + Math.round(100 * row.confidence) + " % confidence; implementation: " + implementation + ")";
   document.querySelectorAll(".head").forEach((b) => b.setAttribute("aria-pressed", +b.dataset.layer === layer && +b.dataset.head === head));
+  tabStop(byId("overview"), byId("overview").querySelector('.head[aria-pressed="true"]'));
   document.querySelectorAll("#table tbody tr").forEach((tr) => tr.classList.toggle("chosen", tr.dataset.at === layer + "/" + head));
-  byId("python-head").textContent = "view.map(" + layer + ", " + head + ")    # view = regard.look(model, inputs, tokenizer)";
+  byId("words").hidden = byId("reading").hidden = !queries.length;  // as with keep=False
+  byId("python-head").textContent = (queries.length ? "view.map(" + layer + ", " + head + ")" : "view.statistics[" + layer + "]") + "    # view = regard.look(model, inputs, tokenizer)";
   if (!same) {
     words("queries", queries, (i) => { state.query = i; state.side = "query"; mark(); });
     words("keys", keys, (j) => { state.key = j; state.side = "key"; mark(); });
@@ -114,9 +121,13 @@ function show() {
 function words(id, tokens, pick) {
   const home = byId(id);
   home.replaceChildren(...tokens.map((token, i) => {
-    const span = element("span", token === "" ? "∅" : token, { tabIndex: 0 });
+    const span = element("span", token === "" ? "∅" : token, { tabIndex: i ? -1 : 0 });
     span.addEventListener("mouseenter", () => pick(i));
     span.addEventListener("focus", () => pick(i));
+    span.addEventListener("keydown", (event) => {
+      const to = { ArrowRight: span.nextSibling, ArrowLeft: span.previousSibling }[event.key];
+      if (to) { event.preventDefault(); tabStop(home, to); to.focus(); }
+    });
     return span;
   }));
 }
@@ -429,6 +440,8 @@ function filtered() {
   byId("layer-name").textContent = only < 0 ? "all" : only + " " + data.layers[only].name;
   document.querySelectorAll(".row").forEach((row) => { row.hidden = only >= 0 && +row.dataset.layer !== only; });
   document.querySelectorAll(".head").forEach((b) => { b.hidden = kind !== "" && b.dataset.kind !== kind; });
+  const shown = [...document.querySelectorAll(".head")].filter((b) => !b.hidden && !b.parentElement.hidden);
+  tabStop(byId("overview"), shown.find((b) => b.getAttribute("aria-pressed") === "true") || shown[0]);
   fill([["layer", "layer"], ["head", "head"], ["kind", "kind"], ...data.columns]);
 }
 function controls() {

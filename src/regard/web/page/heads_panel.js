@@ -24,7 +24,7 @@ function showModel() {
   if (cost.error) at("model-error").textContent = "not priced: " + cost.error;
   at("architecture").replaceChildren(...model.parts.map((p) => block(p, model.parameters)));
   at("declared").textContent = model.declaration;
-  at("python-model").textContent = (model.python || "model = …  # the model that was passed to regard serve") + `; print(regard.cost(model, n=${cost.n}))`;
+  at("python-model").textContent = (model.python || "model = …  # the model that was passed to regard serve") + `; print(${cost.python})`;
   at("reads").textContent = at("generate-reads").textContent = model.reads === "ids" ? "token ids, such as 5, 12, 7" : "text";
   if (!at("text").value) at("text").value = model.example;
   if (!at("source").value) at("source").value = model.example;
@@ -83,7 +83,9 @@ async function secondText() {
 }
 function pythonHead() {
   const l = state.layer, h = state.head, tokens = data.layers[l];
-  at("python-remove").textContent = `view.remove_heads().effects[${l}, ${h}]; view.remove_key(${state.key})`;
+  const same = data.layers.flatMap((other, k) => String(other.keys) === String(tokens.keys) ? [k] : []);  // these layers have the same keys
+  const where = same.length === data.layers.length ? "" : `, layer=[${same.join(", ")}]`;
+  at("python-remove").textContent = `view.remove_heads().effects[${l}, ${h}]; view.remove_key(${state.key}${where})`;
   at("python-steps").textContent = `view.scores(${l}, ${h})[${state.query}]; view.map(${l}, ${h})[${state.query}]`;
   if (state.mode === "compare") at("python-head").textContent = state.second ? `regard.look(model, first).map(${l}, ${h}), regard.look(model, second).map(${l}, ${h})` : `view.map(${l}, ${h}), view.map(${at("other").value.replace("/", ", ")})`;
   at("remove-head").textContent = `Remove head ${h} of layer ${l}`;

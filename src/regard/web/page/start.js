@@ -12,7 +12,7 @@ at("ask-generate").addEventListener("submit", (event) => { event.preventDefault(
 at("generate-stop").addEventListener("click", () => { output.run++; at("generate-stop").disabled = true; });
 at("beam-start").addEventListener("click", beamTree);
 at("remove-head").addEventListener("click", () => removed({ layer: state.layer, head: state.head }));
-at("remove-key").addEventListener("click", () => removed({ key: state.key }));
+at("remove-key").addEventListener("click", () => removed({ layer: state.layer, key: state.key }));
 at("step").addEventListener("click", stepThrough);
 at("step-back").addEventListener("click", () => showStep(STEP.chosen - 1)); at("step-next").addEventListener("click", () => showStep(STEP.chosen + 1));
 at("second-form").addEventListener("submit", (event) => { event.preventDefault(); secondText(); });
@@ -50,7 +50,10 @@ addEventListener("resize", () => { if (current === "patterns") drawAll(); });
   for (const tab of ["model", "heads", "generate"]) at("tab-" + tab).hidden = !about.reads;
   open(given.get("panel") || (given.has("pattern") ? "patterns" : about.reads ? "model" : "patterns"));
   if (about.reads) {
+    const lead = at("model-lead").textContent;
+    at("model-lead").textContent = "Reading the model … " + lead; at("looking").hidden = false;
     model = await ask("/api/model", null, at("model-error"));
+    at("model-lead").textContent = lead; at("looking").hidden = true;
     if (model) { showModel(); if (current === "generate") restart(); await lookAt(); }
   }
 })();
