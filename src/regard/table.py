@@ -68,7 +68,10 @@ class ShownAsTables:
     """A result that is shown as tables; `plain()` has dictionaries, lists, numbers and strings for programs."""
 
     plain: Callable[[], dict[str, Any]]
-    tables: Callable[[], list[Table]]
+    table: Callable[[], Table]
+
+    def tables(self) -> list[Table]:
+        return [self.table()]
 
     def json(self, indent: int | None = None) -> str:
         return json.dumps(self.plain(), indent=indent, ensure_ascii=False)

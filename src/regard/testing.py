@@ -44,7 +44,7 @@ def laws(
     excluded = {law.number for law in select(without)}
     chosen = LAWS if only is None else select(only)
     chosen = tuple(law for law in chosen if law.number not in excluded)
-    limits = Budget(cases=budget) if isinstance(budget, int) else budget or Budget()
+    limits = Budget.of(budget)
     prepare = _prepared(target)
 
     @pytest.mark.parametrize("law", chosen, ids=[f"{law.number} {law.name}" for law in chosen])

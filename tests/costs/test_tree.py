@@ -366,3 +366,11 @@ def test_every_amount_of_the_documentation_is_an_attribute():
     result = cost(rg.Attention(64, pattern=rg.window(2)), n=16)
     for name in vars(result.total):
         assert getattr(result, name) == getattr(result.total, name)
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt", torch.nn.Linear(4, 4)], ids=["declared", "module"])
+def test_a_training_step_that_is_none_is_refused_at_the_call(model):
+    """Not at the first use of its memory."""
+    given = {"n": 8} if isinstance(model, str) else {}
+    with pytest.raises(SpecError, match="train='adam': use True, False or"):
+        cost(model, *([] if given else [torch.zeros(2, 4)]), train="adam", **given)

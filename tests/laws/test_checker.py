@@ -347,3 +347,20 @@ def test_a_bug_in_a_law_is_not_blamed_on_the_target():
 
 def test_the_reference_claims_all_of_its_capabilities():
     assert set(CLAIMS) == reference_function().claims
+
+
+@pytest.mark.compiled  # without the checked types, which refuse it in other words
+def test_a_budget_is_a_number_of_cases_or_a_budget():
+    for given in ("many", 2.5, True):
+        with pytest.raises(SpecError, match="is neither a number of cases per law nor a"):
+            check(attend, ["L01"], given)
+
+
+def test_a_module_without_numbers_is_refused():
+    with pytest.raises(SpecError, match="is on the meta device, without numbers; build it on the CPU"):
+        check(torch.nn.MultiheadAttention(8, 2, device="meta"))
+
+
+def test_an_output_of_a_wrong_shape_is_no_error_without_words():
+    verdict = check(lambda q, k, v: v[..., :1], ["L01"], 2)
+    assert "no call succeeded in any layout\n" in str(verdict)

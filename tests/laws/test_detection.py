@@ -402,6 +402,13 @@ class Denied(Plain):
         return self.attend(x)
 
 
+class Places(Plain):
+    """Self-attention; padded positions are left out by the caller, real positions are kept."""
+
+    def forward(self, x):
+        return self.attend(x)
+
+
 class Commented(Plain):
     def forward(self, x):
         # positions are added by the embedding
@@ -418,7 +425,7 @@ class Optional(Plain):
         return self.attend(x)
 
 
-@pytest.mark.parametrize("kind", [Denied, Commented, Optional])
+@pytest.mark.parametrize("kind", [Denied, Places, Commented, Optional])
 def test_words_about_positions_that_it_does_not_have_claim_none(kind):
     verdict = check(kind(), ["L19", "L21"], FEW)
     assert verdict.ok and verdict["L19"].status == "holds", verdict.explanation()
@@ -648,3 +655,68 @@ def test_an_exception_while_masks_are_read_is_a_note():
     assert (
         "masks are not checked: a call without a mask raised KeyError: 'five'" in adapt(RaisesAtFive()).notes
     )
+
+
+def with_sinks(q, k, v, sinks=None):
+    """sinks: (h,), one more logit in the softmax of each head, without a value."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    return torch.cat([scores, sinks[:, None, None].expand_as(scores[..., :1])], -1).softmax(-1)[..., :-1] @ v
+
+
+def scaled_by_sinks(q, k, v, sinks=None):
+    """sinks: (h,), one more logit in the softmax of each head, without a value."""
+    o = textbook(q, k, v)
+    return o if sinks is None else o * torch.sigmoid(-sinks)[:, None, None]
+
+
+def first_keys(q, k, v, sinks=4):
+    """sinks: how many of the first keys every query may attend to; logits of others are masked."""
+    return textbook(q, k, v)
+
+
+def test_sinks_are_logits_where_the_words_say_so():
+    assert try_law(law("L67"), adapt(with_sinks), FEW).status == "holds"
+    assert try_law(law("L67"), adapt(scaled_by_sinks), FEW).status == "broken"
+    assert try_law(law("L67"), adapt(first_keys), FEW).status == "not applicable"
+
+
+def test_an_option_that_no_law_switches_on_is_named():
+    def tempered(q, k, v, mask=None, temperature=None, fast=False, block=64):
+        return textbook(q, k, v, mask)
+
+    words = "not tested, as the laws do not pass it: temperature, fast; write an adapter"
+    assert any(words in note for note in adapt(tempered).notes)
+    assert not any("not tested" in note for note in adapt(textbook).notes)
+
+
+@pytest.mark.parametrize("words", ["number of keys, its own included", "the number of keys including itself"])
+def test_a_window_that_counts_the_query_itself_is_read_from_words(words):
+    def local(q, k, v, window):
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        return textbook(q, k, v, (j <= i) & (i - j <= window))
+
+    local.__doc__ = f"Causal. window: {words}."
+    found = check(local, ["L60", "L65"], FEW)
+    assert found.cause.name == "the window is one key too wide on the left"
+
+
+class Dropped(nn.Module):
+    """Self-attention with dropout of the weights in training; its probability is `self.p`."""
+
+    def __init__(self, p=0.2, factor=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_heads, self.p, self.factor = 2, p, factor
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        o = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0)
+        return self.o(o.transpose(1, 2).flatten(2)) * (self.factor if self.training else 1.0)
+
+
+def test_dropout_of_any_name_is_no_difference_between_training_and_evaluation():
+    assert try_law(law("L56"), adapt(Dropped()), FEW).status == "holds"
+    assert try_law(law("L56"), adapt(Dropped(p=0.0, factor=1.1)), FEW).status == "broken"

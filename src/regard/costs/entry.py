@@ -57,6 +57,7 @@ def cost(
     if isinstance(model, str):
         model = preset(model)
     require_positive("batch", batch)
+    training_of(train)  # an error if it is no training step
     kind = str(dtype).removeprefix("torch.")
     choices = {"dtype": (kind, DTYPES), "backend": (backend, BACKENDS), "device": (device, DEVICES)}
     for what, (name, known) in choices.items():
@@ -116,15 +117,11 @@ def _of_declaration(request: Request) -> Cost:
     return Cost(repr(request.spec), sizes, tree, pairs, request=request, remember=memory, fitting=fits)
 
 
+@lru_cache(maxsize=16)
 def memory_of(request: Request) -> Memory | None:
     """The memory of a declared model at these sizes; None for declarations that are no module by themselves."""
     if isinstance(request.spec, specs.Mixing):
         return None
-    return _memory(replace(request, train=training_of(request.train)))
-
-
-@lru_cache(maxsize=16)
-def _memory(request: Request) -> Memory:
     return Memory(Subject(request.spec).setting_of(request), request)
 
 

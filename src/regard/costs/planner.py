@@ -95,9 +95,6 @@ class Plan(ShownAsTables):
         best = ("", f"the fastest, batch {first.batch}:", first.code) if first.batch else ()
         return Table(self.model, heading, lines, (*self.notes, *best))
 
-    def tables(self) -> list[Table]:
-        return [self.table()]
-
     def __repr__(self) -> str:
         first = self.choices[0]
         return f"<Plan for {self.model[:60]}: {first.option.label}, batch {first.batch}, {first.gpu}>"

@@ -223,9 +223,6 @@ class Cost(ShownAsTables):
             "tree": self.tree.plain(),
         }
 
-    def tables(self) -> list[Table]:
-        return [self.table()]
-
     def table(self, depth: int | None = None) -> Table:
         """The tree to this depth, in amounts of the whole model: `.text()`, `.rich()` or `.html()`."""
         total, train, traced, lines = self.total, self.sizes.get("train"), self.request is None, []

@@ -37,7 +37,7 @@ def check(
     call_seconds: the time limit for one call of the target, 10 s by default.
     """
     chosen = LAWS if laws is None else select(laws)
-    budget = Budget(cases=budget) if isinstance(budget, int) else budget or Budget()
+    budget = Budget.of(budget)
     adapted = as_target(target)
     with _one_thread(), search.call_seconds(call_seconds):
         probed = probe(adapted)

@@ -51,6 +51,15 @@ class Budget:
         if self.cases < 1 or self.seeds < 1 or self.seconds <= 0 or self.total <= 0:
             raise SpecError(f"{self!r}: cases and seeds need to be at least 1, seconds and total above 0")
 
+    @classmethod
+    def of(cls, given: "Budget | int | None") -> "Budget":
+        """A budget, or a number of cases."""
+        if given is None or isinstance(given, Budget):
+            return given or cls()
+        if not isinstance(given, int) or isinstance(given, bool):
+            raise SpecError(f"budget={given!r} is neither a number of cases per law nor a regard.laws.Budget")
+        return cls(cases=given)
+
     def share(self, used: float) -> float:
         """Seconds for the cases of the next law, given the seconds of the total that earlier laws have used."""
         return min(self.seconds, max(MIN_SECONDS, (self.total - used) / 4))

@@ -23,6 +23,7 @@ from .grid import neighborhood
 from .heads import per_head
 from .parse import parse_pattern
 from .relation import Relation
+from .rows import count_rows
 from .word import Related, Shorthand, Word
 from .words import *  # noqa: F403  # the words, which its own __all__ lists
 from .words import __all__ as _words
@@ -46,6 +47,7 @@ __all__ = [
     "Shorthand",
     "Word",
     "classify",
+    "count_rows",
     "documents",
     "lengths",
     "neighborhood",

@@ -56,6 +56,10 @@ class Pattern:
         """The words in reading order, repeats included; of a shorthand those of its meaning."""
         yield self
 
+    def tensors(self) -> list[Tensor]:
+        """The data of all words that are tensors."""
+        return [x for leaf in self.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
+
     def expanded(self) -> "Pattern":
         """The same pattern with each shorthand replaced by its meaning."""
         return self

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard as rg
 from memory_witness import counted
 from regard.costs.entry import cost
+from regard.engine import flex
 
 B, N, D, H, FF = 3, 13, 24, 4, 40
 CORE, PROJECTIONS = 4 * B * N * N * D, 8 * B * N * D * D
@@ -465,3 +466,91 @@ def test_a_length_that_was_not_given_is_noted():
     note = "n = 128, as none was given"
     assert note in cost(config).notes and note not in cost(config, n=128).notes
     assert not any("n = " in x for x in cost(configurations()["vit"]).notes)  # its image determines n
+
+
+class OwnAttention(nn.Module):
+    """This library's attention over a pattern, with a weight to train."""
+
+    def __init__(self, pattern, **options):
+        super().__init__()
+        self.pattern, self.options, self.weight = pattern, options, nn.Parameter(torch.ones(1))
+
+    def forward(self, q, k, v):
+        made = rg.attention(q * self.weight, k, v, self.pattern, **self.options)
+        return made[0].sum() + made[1].sum() if self.options.get("return_lse") else made.sum()
+
+
+ids = torch.arange(2048) // 600
+BY_DATA = {
+    "documents": rg.documents(ids[None]),
+    "documents by row": rg.documents(torch.stack([ids, ids // 2, ids.clamp(max=2)])),
+    "where": rg.where(lambda i, j: (i - j) % 3 == 0),
+    "tree": rg.tree(torch.arange(-1, 2047)[None]) & rg.window(100),
+    "neighborhood": rg.neighborhood((32, 64), 5),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=["output", "lse"])
+@pytest.mark.parametrize("pattern", BY_DATA.values(), ids=BY_DATA.keys())
+def test_patterns_by_data_are_priced_for_a_gpu_where_there_is_none(pattern, options):
+    """There they run on FlexAttention, which real calls compile: not while a model is priced."""
+    n, heads, d, rows = 2048, 2, 64, pattern.data_shape[0]
+    inputs = [torch.empty(rows, heads, n, d, device="meta") for _ in range(3)]
+    before = flex._compiled, flex._block_mask, dict(flex._masks.values)
+    pairs = heads * pattern.count(n)
+    computed = pattern.block_mask(n)
+    blocks = int(computed.kv_num_blocks.sum() + computed.full_kv_num_blocks.sum())
+    for _ in range(2):  # a first price leaves nothing behind that a second one finds
+        found = cost(OwnAttention(pattern, **options), *inputs, device="cuda", dtype="bfloat16", train=True)
+        assert [p.backend for p in found.pairs] == ["flex"] and not found.uncounted
+        assert (found.flops, found.backward_flops) == (4 * d * pairs, 8 * d * pairs)
+        assert (
+            found.executed_flops == 4 * d * heads * blocks * 128**2 * rows // computed.kv_num_blocks.shape[0]
+        )
+    assert before == (flex._compiled, flex._block_mask, dict(flex._masks.values))
+
+
+def test_flex_attention_takes_the_memory_that_was_measured_on_a_gpu():
+    """On an H200 forward allocates the output and numbers per row; backward one number per row beside the gradients:
+    no float32 copy of a gradient, and none for each query head where key/value heads are shared."""
+    b, h, h_kv, n, d = 2, 8, 2, 2048, 64
+    q, k = (torch.empty(b, heads, n, d, device="meta") for heads in (h, h_kv))
+    rows, out = 4 * b * h * n, 4 * b * h * n * d
+    found = cost(OwnAttention(BY_DATA["where"]), q, k, k, device="cuda").memory
+    given = out + out // 4 + found.workspace
+    assert found.inference_peak == pytest.approx(given + out + out + rows, abs=2048)  # q · weight, o
+    peak = cost(OwnAttention(BY_DATA["where"]), q, k, k, device="cuda", train=True).memory.peak
+    assert peak.operation == "scaled_dot_product_attention (flex)"
+    assert {a.kind: a.bytes for a in peak.alive if a.kind == "workspace" and a.path == ""} == {
+        "workspace": rows
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+def test_every_backend_is_counted_by_the_pairs_of_its_pattern(backend, device):
+    """Those that are only masked are executed, and not needed; nothing inside is named as not counted."""
+    n, m, window, lengths = 150, 190, rg.causal() & rg.window(8), torch.tensor([190, 60])
+    q, k = torch.zeros(2, 3, n, 16), torch.zeros(2, 3, m, 16)
+    found = cost(OwnAttention(window, backend=backend), q, k, k, device=device, train=True)
+    assert found.flops == 4 * 16 * 2 * 3 * window.count(n, m) and not found.uncounted
+    assert found.backward_flops == 2 * found.flops < found.executed_backward_flops
+    assert found.pairs[0].needed == window.count(n, m) <= found.pairs[0].computed
+    hidden = cost(OwnAttention(window, backend=backend, lengths=lengths), q, k, k, device=device)
+    allowed = window.allowed(n, m) & (torch.arange(m) < lengths[:, None, None])
+    assert hidden.flops == 4 * 16 * 3 * int(allowed.sum())
+
+
+def test_a_model_may_make_a_pattern_of_its_inputs():
+    def packed(q, ids):
+        return rg.attention(q, q, q, rg.documents(ids))
+
+    q, ids = torch.empty(2, 3, 40, 16, device="meta"), torch.arange(40)[None] // 9
+    pairs, unknown = rg.documents(ids).count(40), torch.empty(1, 40, dtype=torch.long, device="meta")
+    for device in ("cpu", "cuda"):
+        assert cost(packed, q, ids, device=device).flops == 4 * 16 * 2 * 3 * pairs
+    assert cost(packed, q, unknown, device="cuda").flops == 4 * 16 * 2 * 3 * 40 * 40
+    with pytest.raises(
+        rg.ShapeError, match="reads a value that a meta tensor does not have; pass the inputs"
+    ):
+        cost(packed, q, unknown)

@@ -116,7 +116,7 @@ def test_a_trace_leaves_real_calls_as_they_were():
     want = F.scaled_dot_product_attention(q, k, v, near.allowed(141))
     for grad in (False, True):
         assert torch.allclose(rg.attention(q.requires_grad_(grad), k, v, near), want, atol=1e-5)
-    entry._memory.cache_clear()
+    entry.memory_of.cache_clear()
 
 
 @unchecked

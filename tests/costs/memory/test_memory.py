@@ -508,7 +508,7 @@ def test_a_checkpointed_model_is_priced_where_cuda_is_in_use(monkeypatch, how):
     block = rg.Block(rg.Attention(8, heads=2), rg.FeedForward(16), dropout=0.1)
     expected = cost(rg.Encoder(block, 2), n=8, train=step, device="cuda").memory.training_peak
     monkeypatch.setattr(torch.cuda, "_initialized", True)
-    entry._memory.cache_clear()
+    entry.memory_of.cache_clear()
     assert cost(rg.Encoder(block, 2), n=8, train=step, device="cuda").memory.training_peak == expected
 
 

@@ -204,3 +204,27 @@ def test_the_words_of_a_model_that_fails_are_its_own(message):
 
 def test_a_wrapper_that_marks_its_calls_for_the_profiler_has_nothing_uncounted():
     assert not rg.cost(nn.DataParallel(nn.Linear(D, D)), torch.zeros(3, D)).uncounted
+
+
+@pytest.mark.parametrize("name", ["logsumexp", "kthvalue"])
+def test_what_an_operation_copies_is_part_of_the_peak(name):
+    """ln Σ exp of a table holds the exponentials, the k-th value the values and their positions."""
+    runs = {
+        "logsumexp": lambda s, x: (s.a(x) @ x.mT).logsumexp(-1),
+        "kthvalue": lambda s, x: s.a(x).kthvalue(3)[0],
+    }
+    model, x = Function(runs[name], **projections("a")), torch.randn(B, N, D)
+    with torch.no_grad():
+        model(x)
+        real = allocated(model, x) + counted(lambda: model(x))[0]
+    assert abs(rg.cost(model, x).memory.inference_peak / real - 1) < 0.001
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_training_step_of_torchscript_is_refused_with_what_to_pass():
+    scripted, x = torch.jit.script(nn.Linear(D, D)), torch.randn(B, N, D)
+    assert rg.cost(scripted, x).flops == 2 * B * N * D * D
+    with pytest.raises(
+        ShapeError, match="TorchScript does not train on meta tensors; pass the module it was made of"
+    ):
+        rg.cost(scripted, x, train=True)

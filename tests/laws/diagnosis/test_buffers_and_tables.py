@@ -11,7 +11,7 @@ from regard.laws import Budget, law, try_law
 from regard.laws.adapters import adapt
 from regard.laws.diagnosis.module_samples import implied_options, module_samples
 from regard.laws.diagnosis.projections import arrangements
-from regard.laws.diagnosis.relative_bias import bias_weights, relative_fault
+from regard.laws.diagnosis.relative_bias import equal_input_weights, relative_fault, rotary_fault
 from regard.laws.diagnosis.some_positions import uneven_positions, wrong_positions
 from regard.laws.harness import Harness
 
@@ -140,7 +140,7 @@ def test_a_bias_by_distance_with_a_fault_is_found(module, words):
 def test_the_weights_of_a_bias_are_recovered_from_outputs():
     module = Relative().double()
     torch.nn.init.normal_(module.table)
-    weights = bias_weights(harness_of(module), module, 6)
+    weights = equal_input_weights(harness_of(module), module, torch.zeros(1, 6, 12))
     d = torch.arange(6) - torch.arange(6)[:, None]
     want = module.table[d.clamp(-4, 4) + 4].permute(2, 0, 1).softmax(-1)
     assert torch.allclose(weights, want, atol=1e-9)
@@ -165,3 +165,56 @@ def test_equal_inputs_have_equal_outputs():
 def test_a_window_is_read_with_every_input_inside():
     late = Ring(lambda t: t % 3, lambda t: min(t + 1, 3) if t > 3 else 1)  # the first queries miss their past
     assert "does not depend on input" in outcome(late, "L59").message
+
+
+class Rotated(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, of_keys=1.0, mask=True, share=1.0, angle=lambda t: t):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.of_keys, self.mask, self.share, self.angle = 2, of_keys, mask, share, angle
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def rotated(self, x, direction):
+        n, width = x.shape[-2], int(self.share * x.shape[-1])
+        angles = self.angle(torch.arange(n).to(x))[:, None] * 100.0 ** (
+            -torch.arange(0, width, 2).to(x) / width
+        )
+        turn, (a, b) = direction * angles, (x[..., i:width:2] for i in (0, 1))
+        pairs = torch.stack([a * turn.cos() - b * turn.sin(), a * turn.sin() + b * turn.cos()], -1)
+        return torch.cat([pairs.flatten(-2), x[..., width:]], -1)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = self.rotated(q, 1.0) @ self.rotated(k, self.of_keys).mT / math.sqrt(8)
+        if self.mask:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Bidirectional(Rotated):
+    """Self-attention with rotary positions, bidirectional."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Rotated(), Rotated(share=0.5), Bidirectional(mask=False), Rotated(angle=lambda t: t / 3)],
+    ids=["causal", "half of the width", "bidirectional", "interpolated"],
+)
+def test_rotary_positions_of_any_kind_are_right(module):
+    assert rotary_fault(harness_of(module), module.double()) is None
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Rotated(-1.0), Rotated(0.5), Bidirectional(-1.0, mask=False), Rotated(angle=lambda t: t**1.5)],
+    ids=["keys turn back", "keys turn less", "bidirectional", "angles are no line"],
+)
+def test_rotary_positions_whose_weights_depend_on_more_than_the_distance_are_found(module):
+    assert "the weight of (1, " in rotary_fault(harness_of(module), module.double()).evidence
+
+
+def test_keys_that_are_rotated_backwards_break_a_law():
+    broken = outcome(Rotated(-1.0), "L65")
+    assert broken.status == "broken"

@@ -416,3 +416,27 @@ class MinusTheMean(torch.nn.Module):
 def test_a_gradient_that_is_lost_as_rows_are_mixed_is_no_detached_input():
     cause = check(MinusTheMean(), ["L48", "L50"], FEW).cause
     assert (cause.family, cause.laws) == ("batch rows mixed", ("L48", "L50"))
+
+
+@pytest.mark.parametrize("extra", [1e-3, 1e-6])
+def test_a_mask_after_softmax_with_a_guarded_division_is_named(extra):
+    def masked_late(q, k, v, mask=None):
+        """mask: bool, True = may attend."""
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        if mask is not None:
+            weights = weights * mask
+            weights = weights / (weights.sum(-1, keepdim=True) + extra)
+        return weights @ v
+
+    cause = check(masked_late, ["L01", "L65"], Budget(cases=5)).cause
+    assert cause.family == "mask after softmax" and f"their sum plus {extra:.4g}" in cause.name
+
+
+def test_queries_are_spelled_in_the_plural():
+    def narrow(q, k, v, window=(-1, -1)):
+        """window: (before, after), keys with i - before <= j <= i + after."""
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        seen = ((j >= i - window[0]) | (window[0] < 0)) & ((j < i + window[1]) | (window[1] < 0))
+        return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+    assert "for some of the queries (here query" in check(narrow, ["L65"], Budget(cases=5)).cause.name

@@ -1,7 +1,6 @@
 """The memory of a model as one value: weights, gradients, saved activations, peaks; where it is, in words."""
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -118,9 +117,7 @@ def peak_of(run: Run, usage: Usage) -> Peak:
     return Peak(usage.peak, record.phase, record.path, record.operation, tuple(entries), tuple(timeline))
 
 
-def _number(what: str, read: Callable[["Memory"], Any]) -> Any:
-    """A property of Memory, in bytes unless stated: what it is, and how it is read. None where a model has none."""
-    return property(read, doc=what)
+_number: Any = property  # of Memory, in bytes unless stated; None where a model has none
 
 
 class Memory:
@@ -196,20 +193,20 @@ class Memory:
             saved[merged(records[k].path)] += records[k].bytes
         return dict(saved.most_common())
 
-    generation = _number("the run of a prompt and one more token, or None", lambda m: m._generation[0])
-    without_cache = _number("why there is no such run; empty if there is", lambda m: m._generation[1])
-    weights = _number("all parameters", lambda m: sum(p.nbytes for p in m.main.module.parameters()))
-    gradients = _number("of trained parameters", lambda m: m.main.bytes("gradients"))
-    optimizer_state = _number("after the first step", lambda m: m.main.bytes("optimizer state"))
-    master_weights = _number("float32 copies of 16-bit weights", lambda m: m.main.bytes("master weights"))
-    workspace = _number("buffers of cuBLAS", lambda m: sum(m.main.workspaces))
-    saved_total = _number("saved for the backward pass", lambda m: sum(m.saved.values()))
-    between_steps = _number("what stays", lambda m: sum(map(m.main.bytes, BETWEEN_STEPS)) + m.workspace)
-    training_peak = _number("of a step; None without one", lambda m: m.usage.peak if m.trains else None)
-    prefill_peak = _number("of a prompt of n − 1 tokens with a cache", lambda m: m._generated.get("prefill"))
-    decode_peak = _number("of the next token with that cache", lambda m: m._generated.get("decode"))
-    reserved = _number("taken from the device, with the gaps of the allocator", lambda m: m.usage.reserved)
-    peak_part = _number("the phase in which the peak occurs", lambda m: m.peak.phase)
+    generation = _number(lambda m: m._generation[0], doc="the run of a prompt and one more token, or None")
+    without_cache = _number(lambda m: m._generation[1], doc="why there is no such run; empty if there is")
+    weights = _number(lambda m: sum(p.nbytes for p in m.main.module.parameters()), doc="all parameters")
+    gradients = _number(lambda m: m.main.bytes("gradients"), doc="of trained parameters")
+    optimizer_state = _number(lambda m: m.main.bytes("optimizer state"), doc="after the first step")
+    master_weights = _number(lambda m: m.main.bytes("master weights"), doc="float32 copies of 16-bit weights")
+    workspace = _number(lambda m: sum(m.main.workspaces), doc="buffers of cuBLAS")
+    saved_total = _number(lambda m: sum(m.saved.values()), doc="saved for the backward pass")
+    between_steps = _number(lambda m: sum(map(m.main.bytes, BETWEEN_STEPS)) + m.workspace, doc="what stays")
+    training_peak = _number(lambda m: m.usage.peak if m.trains else None, doc="of a step; None without one")
+    prefill_peak = _number(lambda m: m._generated.get("prefill"), doc="of a prompt of n − 1 tokens")
+    decode_peak = _number(lambda m: m._generated.get("decode"), doc="of the next token with that cache")
+    reserved = _number(lambda m: m.usage.reserved, doc="taken from the device, with the gaps between blocks")
+    peak_part = _number(lambda m: m.peak.phase, doc="the phase in which the peak occurs")
 
     def per_rank(self, ranks: int, strategy: str = "fsdp") -> Usage:
         """Of one of several ranks: "fsdp" divides weights, gradients and optimizer state; "ddp" repeats them."""

@@ -34,6 +34,7 @@ UNTRACED = {  # what meta tensors cannot represent, by names that only PyTorch's
     "NestedIntNode": "nested tensors have no meta form; pass padded ones",
     "NestedTensorImpl": "nested tensors have no meta form; pass padded ones",
     "SparseTensorImpl": "sparse tensors have no meta form; price dense gradients: Embedding(sparse=False)",
+    "can't optimize a non-leaf": "TorchScript does not train on meta tensors; pass the module it was made of",
     "'lengths' argument should be a 1D CPU": "packed sequences have no meta form; pass padded ones",
 }
 STRATEGIES = ("fsdp", "ddp")

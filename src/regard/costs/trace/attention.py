@@ -55,10 +55,7 @@ class Call(NamedTuple):
     computed: int  # pairs that the kernel computes
     masked_by: str
     broadcast: bool = False  # heads or batch rows of keys are broadcast, which no fused kernel does
-
-    @property
-    def grouped(self) -> bool:
-        return self.q.shape[-3] != self.k.shape[-3]
+    backend: str = "fused"  # or that of a call of this library; "flex" for FlexAttention
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -77,13 +74,9 @@ class Call(NamedTuple):
 
     def backward(self) -> Amounts:
         """Four products, and the scores once more, which a fused kernel does not save."""
-        gradients, scores = 4 * sum(self.widths), 2 * self.widths[0]
+        gradients, scores = 4 * sum(self.widths), 2 * self.widths[0] * (self.backend != "reference")
         executed = (gradients + scores) * self.computed
         return Amounts(backward_flops=gradients * self.needed, executed_backward_flops=executed)
-
-    def per_head(self, path: str) -> Pairs:
-        heads, full = max(1, self.q.shape[:-2].numel()), self.q.shape[-2] * self.k.shape[-2]
-        return Pairs(path, self.masked_by, self.needed // heads, self.computed // heads, full, "fused")
 
 
 def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, is_causal: bool) -> CallPairs:
@@ -103,7 +96,9 @@ def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, i
 
 
 def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
-    """The kernel that scaled_dot_product_attention runs: cpu, cudnn, flash, efficient or math."""
+    """The kernel that runs: cpu, cudnn, flash, efficient or math, as PyTorch chooses, or that of FlexAttention."""
+    if call.backend == "flex":
+        return "flex"
     if call.q.dim() != 4 or not call.q.numel() or not call.k.numel() or call.broadcast:
         return "math"
     if device == "cpu":
@@ -111,7 +106,7 @@ def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
         return "math" if call.dropout_p or refused or call.widths[0] != call.widths[1] else "cpu"
     if device != "cuda":
         return "math"
-    half, (d_k, d_v) = call.q.dtype in HALF, call.widths
+    half, (d_k, d_v), grouped = call.q.dtype in HALF, call.widths, call.q.shape[-3] != call.k.shape[-3]
     square = call.q.shape[-2] == call.k.shape[-2]
     trained = call.mask is not None and call.mask.requires_grad
     if half and gpu.capability[0] >= 9 and d_k % 8 == d_v % 8 == 0 and max(d_k, d_v) <= 256 and not trained:
@@ -121,7 +116,7 @@ def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
     whole = 8 if half else 4
     if call.mask is not None and call.mask.stride(-1) != 1:
         return "math"
-    if call.q.dtype in (*HALF, torch.float32) and not call.grouped and d_k % whole == d_v % whole == 0:
+    if call.q.dtype in (*HALF, torch.float32) and not grouped and d_k % whole == d_v % whole == 0:
         return "efficient"
     return "math"
 
@@ -143,8 +138,8 @@ def backward_workspace(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> int | Ne
     (b, h, n, d), (h_kv, m), d_v = q.shape, k.shape[1:3], v.shape[-1]
     if kernel == "cpu":
         return Need(_cpu_tiles, (n, m, q.element_size(), 2, 1))
-    if kernel == "efficient":
-        return 4 * b * h * (_up(n, 64) * _up(d, 64) + _up(n, 32))
+    if kernel in ("flex", "efficient"):
+        return 4 * b * h * (n if kernel == "flex" else _up(n, 64) * _up(d, 64) + _up(n, 32))
     expanded = 0 if h == h_kv else b * m * h * (d + d_v) * q.element_size()
     return Need(_cudnn_or_flash, (b * h, n, d, expanded, int(kernel == PADDED)))
 
@@ -174,7 +169,7 @@ class FusedKernel(torch.autograd.Function):
             out = torch.empty_like(q)  # its axes are in the order of those of q
             trace.workspace(Need(_cpu_tiles, (n, k.shape[2], q.element_size(), 1, d_v + 2)), FUSED)
         else:
-            within = kernel != "cudnn" or heads_within(q)
+            within = kernel not in ("cudnn", "flex") or heads_within(q)
             out = q.new_empty(b, n, h, d_v).transpose(1, 2) if within else q.new_empty(b, h, n, d_v)
         ctx.save_for_backward(q, k, v, out, lse, mask)
         ctx.trace, ctx.kernel = trace, kernel
@@ -222,12 +217,16 @@ def count_attention(trace: Any, call: Call) -> Float[Tensor, "*h n d_v"]:
 
 def counted(trace: Any, name: str, call: Call, run: Callable[[], Any]) -> tuple[Tensor, Tensor | None]:
     """The output and log-sum-exp of an attention call that is counted as a whole, by its pairs."""
+    if not trace.counts:
+        return run()
     amounts = call.forward()
     if trace.in_backward:  # computed again by a checkpoint
         trace.add(name, Amounts(executed_backward_flops=amounts.executed_flops))
     else:
         trace.add(name, amounts)
-        trace.pairs.append(call.per_head(trace.path))
+        heads, full = max(1, call.q.shape[:-2].numel()), call.q.shape[-2] * call.k.shape[-2]
+        each = call.needed // heads, call.computed // heads  # of one head and batch row
+        trace.pairs.append(Pairs(trace.path, call.masked_by, *each, full, call.backend))
     path = trace.path
     with trace.uncounted():
         out, lse = run()
@@ -270,7 +269,7 @@ def _math(call: Call, device: str) -> Tensor:
     if call.is_causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     mask = _added(mask, q)
-    if q.dim() == 4 and call.grouped and not call.broadcast:
+    if q.dim() == 4 and q.shape[1] != k.shape[1] and not call.broadcast:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     attn = q @ (k.mT * factor)
     if mask is not None:
@@ -297,17 +296,19 @@ def sdpa(trace, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fals
     return count_attention(trace, call)
 
 
-def flex(trace, query, key, value, score_mod=None, block_mask=None, *_, return_lse=False, **__) -> Any:
+def flex(trace, query, key, value, score_mod=None, block_mask=None, *_, return_lse=False, **more) -> Any:
     """In place of flex_attention: the pairs that its block mask computes, and that its mask_mod allows."""
-    pairs = call_pairs(query, key, None, None, False)
-    if block_mask is not None:
-        pairs = _block_pairs(block_mask, query.shape[:-2].numel(), query.shape[-2], key.shape[-2])
-    out = count_attention(trace, Call(query, key, value, None, 0.0, False, *pairs))
-    return (out, query.new_empty(query.shape[:-1], dtype=torch.float32)) if return_lse else out
+    pairs = _block_pairs(block_mask, query.shape[:-2].numel(), query.shape[-2], key.shape[-2])
+    out = count_attention(trace, Call(query, key, value, None, 0.0, False, *pairs, False, "flex"))
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)  # which PyTorch computes in any case
+    beside = lse if return_lse else torch.nn.attention.flex_attention.AuxOutput(lse=lse)
+    return (out, beside) if return_lse or more.get("return_aux") else out
 
 
 def _block_pairs(mask: Any, heads: int, n: int, m: int) -> CallPairs:
     """Pairs in the blocks that a block mask visits, and that its mask_mod allows, if few enough to evaluate."""
+    if mask is None or isinstance(mask, tuple):  # the pairs of a call of this library
+        return mask or (heads * n * m, heads * n * m, "none")
     (b, h), name = mask.kv_num_blocks.shape[:2], getattr(mask.mask_mod, "__name__", "mask_mod")
     (height, width), repeats = mask.BLOCK_SIZE, heads // max(1, b * h)  # broadcast over heads and rows
     counts = mask.kv_num_blocks, mask.full_kv_num_blocks

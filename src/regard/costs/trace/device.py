@@ -26,6 +26,7 @@ NONZERO = "the factors of products (prod) are taken not to be 0: otherwise their
 # The index of the simulated device. No machine has so many, so no cache takes it for a real device.
 INDEX = 111
 MAKERS = [getattr(torch, name) for name in CREATORS.split()]
+READERS = (Tensor.numpy, Tensor.tolist, Tensor.__format__, Tensor.__dlpack__, Tensor.__dlpack_device__)
 # The functions that read these attributes of a tensor, as a TorchFunctionMode receives them.
 ATTRIBUTES = ("device", "is_cuda", "is_cpu", "is_meta")
 DEVICE, IS_CUDA, IS_CPU, IS_META = (getattr(Tensor, name).__get__ for name in ATTRIBUTES)
@@ -53,9 +54,7 @@ class OnDevice(TorchFunctionMode):
             Tensor.cpu: lambda x, *_, **__: self._to(x, "cpu"),
             Tensor.__getitem__: lambda x, index: x[self._index(index)],
             Tensor.__setitem__: lambda x, index, value: x.__setitem__(self._index(index), value),
-            Tensor.numpy: lambda x, *a, **k: self._read(x).numpy(*a, **k),
-            Tensor.tolist: lambda x: self._read(x).tolist(),
-            Tensor.__format__: lambda x, wanted: format(self._read(x), wanted),
+            **{f: lambda x, *a, f=f, **k: f(self._read(x), *a, **k) for f in READERS},
             **dict.fromkeys((torch.isfinite, Tensor.isfinite), self._is_finite),
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,

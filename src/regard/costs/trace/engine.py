@@ -1,15 +1,14 @@
-"""This library's own attention under a trace: the choice of the real call, in the prepared form of the real call.
+"""This library's own attention under a trace: the choice of the real call, and its pairs, counted as a whole.
 
-On the CPU the facts of a call are those of real tensors, so the same backend and variant are chosen, and their own
-code runs on meta tensors: what it allocates is metered, and its pairs are counted as those of one attention. On a GPU
-a kernel is one operation, whose memory kernels.py knows.
+On the CPU the prepared code of the real call runs on meta tensors, and what it allocates is metered. On a GPU a
+kernel is one operation, whose memory kernels.py knows; FlexAttention, which real calls compile, is a fused kernel.
 """
 
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,12 +18,13 @@ from torch import Tensor
 from ...compat import DispatchMode, can_read_flash_node, without_dispatch_modes, without_function_modes
 from ...engine import attention as entry
 from ...engine import call as engine_call
-from ...engine import fused_qkv, sdpa
+from ...engine import flex, fused_qkv, sdpa
 from ...engine.backends import choose
 from ...engine.call import Call, CallFacts, Outputs, Prepared, facts_of
 from ...engine.cpu import kernels, layout
 from ...nested import tensors_in
 from ...nn import cached_rotation, position
+from ...pattern import count_rows
 from . import attention
 from .kernels import by_one_launch
 
@@ -54,9 +54,11 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
         put(position, "readable", lambda x: x.is_cpu)
         for module, name in ((engine_call, "_dense"), (cached_rotation, "_cached_rotations")):
             put(module, name, lru_cache(maxsize=64)(getattr(module, name).__wrapped__))  # a cache of its own
+        put(entry, "choose", lambda f, backend: _chosen(trace, f, backend))
+        put(flex, "_compiled", lambda kind: partial(attention.flex, trace))
+        put(flex, "_block_mask", lambda call: _pairs(trace, flex.Flex().prepare(facts_of(call)), call))
         if trace.device == "cpu":
             put(entry, "facts_of", lambda call: _facts(trace, call))
-            put(entry, "choose", lambda f, backend: _chosen(trace, f, backend))
             put(kernels, "_pool", [])
             allocate = kernels.Buffers._allocate
             put(kernels.Buffers, "_allocate", lambda *args: trace.keeping(allocate, *args))
@@ -67,19 +69,16 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
 
 def _facts(trace: Any, call: Call) -> CallFacts:
     """Those of the same call on real tensors; where it would read values that are unknown, of an observed one."""
-    facts = facts_of(call)
-    data = [x for leaf in call.pattern.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
-    with without_function_modes():
-        extras = [x for x in call.row_extras() if isinstance(x, Tensor)]
-        known = not any(x.is_meta for x in data) and trace.all_known(*extras)
+    facts, extras = facts_of(call), [x for x in call.row_extras() if x is not None]
+    known = all(trace.value_of(x) is x for x in call.pattern.tensors())
+    known = known and all(trace.value_of(x) is not None for x in extras)
     return replace(facts, device="cpu", observed=False) if known else facts
 
 
 def _chosen(trace: Any, f: CallFacts, backend: str) -> Prepared:
-    """The prepared call of a real one, with tables of its own."""
-    if f.observed:
-        return choose(f, backend)
-    if (f, backend) not in trace.prepared:
+    """The prepared call of a real one, with tables of its own; its pairs are counted."""
+    prepared = choose(f, backend) if f.observed else trace.prepared.get((f, backend))
+    if prepared is None:
         with _outside():
             prepared = choose(f, backend)
             if prepared.build is not None:
@@ -87,10 +86,7 @@ def _chosen(trace: Any, f: CallFacts, backend: str) -> Prepared:
                     attend = prepared.build()
                 prepared = replace(prepared, build=None, run=lambda c: (attend(c.q, c.k, c.v), None))
         trace.prepared[f, backend] = prepared
-    prepared = trace.prepared[f, backend]
-    if prepared.backend != "tiles":
-        return prepared
-    return replace(prepared, run=lambda call: _counted(trace, prepared, call))
+    return replace(prepared, build=None, run=lambda call: _counted(trace, prepared, call))
 
 
 class _Tables(DispatchMode):
@@ -113,12 +109,29 @@ class _Tables(DispatchMode):
 
 def _counted(trace: Any, prepared: Prepared, call: Call) -> Outputs:
     """The pairs of the whole call, and none of the products that it consists of."""
-    heads = call.q.shape[:2].numel()
-    offset = None if isinstance(call.at, Tensor) else call.at
-    needed = call.pattern.count(call.n, call.m, offset)
-    pairs = heads * needed, heads * prepared.computed(), repr(call.pattern)
-    whole = attention.Call(call.q, call.k, call.v, None, call.dropout_p, False, *pairs)
-    return attention.counted(trace, "sparse_attention", whole, lambda: prepared(call))
+    if call.table is not None or isinstance(call.bias, Tensor) or call.hard:
+        return prepared(call)  # a mask is counted by its values; hard attention has no gradient of its scores
+    name = attention.FUSED if prepared.backend == "sdpa" else "sparse_attention"
+    pairs = _pairs(trace, prepared, call)
+    whole = attention.Call(call.q, call.k, call.v, None, 0.0, False, *pairs, False, prepared.backend)
+    return attention.counted(trace, name, whole, lambda: prepared(call))
+
+
+def _pairs(trace: Any, prepared: Prepared, call: Call) -> attention.CallPairs:
+    """The pairs of all heads and batch rows: those that the pattern and known lengths allow, and those computed."""
+    pattern, (b, h, n), m = call.pattern, call.q.shape[:3], call.m
+    if any(trace.value_of(x) is None for x in pattern.tensors()):
+        return b * h * n * m, b * h * n * m, "a pattern with unknown values: all pairs are counted"
+    lengths, at = trace.value_of(call.lengths), call.at
+    if isinstance(at, Tensor) and (at := trace.value_of(at)) is None:
+        at = max(m - n, 0)
+    rows = tuple(x.flatten().tolist() if isinstance(x, Tensor) else x for x in (at, lengths))
+    key = prepared.backend, pattern, b, h, n, m, repr(rows)
+    if key not in trace.prepared:
+        of_data, of_heads = pattern.data_shape
+        pairs = count_rows(pattern, n, m, b, at, lengths), b * prepared.computed() // of_data
+        trace.prepared[key] = *(h * x // of_heads for x in pairs), repr(pattern)
+    return trace.prepared[key]
 
 
 def _sparse(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -1,9 +1,9 @@
 """When each storage is allocated and freed, in which phase of a step, and by which module."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -67,13 +67,8 @@ class Meter:
     def key_of(self, x: Tensor) -> int | None:
         return self.alive.get(storage_id(x))
 
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
+    def during(self, phase: str) -> AbstractContextManager:
+        return patch.object(self, "phase", phase)
 
     def stop(self) -> None:
         """Later releases are not noted: what is alive now stays so to the end."""

@@ -137,7 +137,7 @@ class Trace(DispatchMode):
         if not self.counts or self.meter.phase not in ("forward", "backward"):
             return
         if flops is None:
-            if not has_no_product(op):
+            if not has_no_product(op) and not self._skipped():
                 self.unknown[f"{op.namespace}.{name} in {self.path or 'the top-level call'}"] += 1
             elif not self.in_backward and isinstance(out, Tensor) and out.is_floating_point():
                 self.add("elementwise", Amounts(elementwise_flops=out.numel(), bytes=2 * out.nbytes))
@@ -392,7 +392,6 @@ def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
 
 def _importers_of_flex() -> list[tuple[Any, str]]:
     """Every module that has imported flex_attention by name."""
-    home: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    modules = [] if home is None else [m for m in list(sys.modules.values()) if hasattr(m, "__dict__")]
-    names = ("flex_attention", "compiled_flex_attention")
-    return [(m, name) for m in modules for name in names if vars(m).get(name) is home.flex_attention]
+    real = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "flex_attention", sys)
+    names, modules = ("flex_attention", "compiled_flex_attention"), list(sys.modules.values())
+    return [(m, x) for m in modules for x in names if getattr(m, "__dict__", {}).get(x) is real]

@@ -71,6 +71,8 @@ def _target(thing: Any, sizes: dict[str, Any], hints: Hints) -> Target:
     if (part := part_of(thing, hints)) is not None:
         return part
     if isinstance(thing, nn.Module):
+        if any(x.is_meta for x in (*thing.parameters(), *thing.buffers())):
+            raise SpecError(f"{_name(thing)} is on the meta device, without numbers; build it on the CPU")
         return _module(thing, hints)
     if isinstance(thing, spec.Spec):
         return regard_model(thing)

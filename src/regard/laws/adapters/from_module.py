@@ -45,8 +45,9 @@ POSITION_WORDS = re.compile(
     r"(?<![a-z])pos(?![a-z])|position|pos_?emb|(?<![a-z])rope|rotary|alibi|inv_freq|freqs|relative|sinus|slopes",
     re.I,
 )
-NO_POSITIONS = re.compile(  # words that deny them
-    r"\b(no|without|not|never|lacks)\s+(any\s+|use\s+|add\s+)?(positions?|positional|rotary|rope|alibi|relative)\b",
+NO_POSITIONS = re.compile(  # words that deny them, or that are about tokens at some places
+    r"\b(no|without|not|never|lacks)\s+(any\s+|use\s+|add\s+)?(positions?|positional|rotary|rope|alibi|relative)\b"
+    r"|\b(real|valid|padded|padding|masked|unmasked|other|earlier|later|past|future)\s+positions?\b",
     re.I,
 )
 CAUSAL_CODE = re.compile(r"is_causal\s*=\s*True|\btr(il|iu)\b")

@@ -1,5 +1,6 @@
 """A target from a function without an adapter: its options from the signature, its layout and masks by probing."""
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
@@ -73,12 +74,12 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
     others = {} if parameters is None else dict(list(parameters.items())[3:])
     if CU_QUERIES & set(others):
         return _varlen(function, others)
-    names = recognized(others)
-    padding = next((n for n in PADDING if n in others), None)
-    _refuse_unknown(name, others, names, padding)
-    usual, notes = in_usual_order(function, parameters or {})
-    reader = FunctionReader(usual, others, names, padding, notes=notes)
     text = text_of(function)
+    names = recognized(others, text)
+    padding = next((n for n in PADDING if n in others), None)
+    left_out = _left_out(name, others, names, padding)
+    usual, notes = in_usual_order(function, parameters or {})
+    reader = FunctionReader(usual, others, names, padding, notes=[*notes, *left_out])
     _read_layout(reader, hints, text)
     claims, lacks = set(names), set()
     claims |= _read_masks(reader, hints, text)
@@ -157,17 +158,21 @@ def _dropout_in_eval(reader: FunctionReader) -> Callable[..., Any] | None:
     return replace(reader, eval_mode=True).call
 
 
-def _refuse_unknown(name: str, others: dict[str, Any], names: dict[str, str], padding: str | None) -> None:
+def _left_out(name: str, others: dict[str, Any], names: dict[str, str], padding: str | None) -> list[str]:
+    """A note on options that are off in every call of the laws; an error if a parameter is required."""
     known = {*names.values(), padding, *START, *HEAD_COUNTS, *KV_HEAD_COUNTS, *TRAINING, GROUPED}
-    unknown = {
-        n
+    named = {
+        n: p.default
         for n, p in others.items()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in known
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in known
     }
+    unknown = {n for n, default in named.items() if default is inspect.Parameter.empty}
     if unknown:
         raise SpecError(
             f"{name} requires {', '.join(sorted(unknown))}, which the laws do not pass; {ADAPTER_HINT}"
         )
+    off = [n for n, default in named.items() if default is None or default is False]
+    return [f"not tested, as the laws do not pass it: {', '.join(off)}; {ADAPTER_HINT}"] if off else []
 
 
 def _read_layout(reader: FunctionReader, hints: Hints, text: str) -> None:
@@ -203,7 +208,7 @@ def _read_layout(reader: FunctionReader, hints: Hints, text: str) -> None:
     reader.even = reader.even and found is not None
     reader.layout = found or "b h n d"
     if found is None:
-        reader.notes.append(f"no call succeeded in any layout; first error: {error}")
+        reader.notes.append("no call succeeded in any layout" + (f"; first error: {error}" if error else ""))
     elif found != "b h n d":
         reader.notes.append(
             f"layout ({', '.join(found.split())}), {'stated' if stated == found else 'found by probing'}"

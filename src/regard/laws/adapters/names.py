@@ -15,7 +15,7 @@ NAMES = {
     "causal": ("causal", "is_causal"),
     "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
     "softcap": ("softcap", "soft_cap", "logits_soft_cap", "attn_logit_softcapping"),
-    "sink logits": ("sink_logits", "s_aux", "learnable_sink"),
+    "sink logits": ("sink_logits", "s_aux", "learnable_sink", "sinks", "sink", "attention_sinks"),
     "bias": ("bias", "attn_bias", "score_bias", "position_bias"),
     "lengths": (
         *("lengths", "key_lengths", "kv_lengths", "seqlens", "seq_lens", "seqlens_k", "cache_seqlens"),
@@ -125,13 +125,19 @@ def in_usual_order(
     return reordered, [f"its arguments are ({', '.join(list(parameters)[:3])}), according to their names"]
 
 
-def recognized(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """option → the name of its parameter."""
+def recognized(parameters: Mapping[str, Any], text: str = "") -> dict[str, str]:
+    """option → the name of its parameter. text: what the function says about itself."""
     found = {}
     for option, names in NAMES.items():
         name = next((n for n in names if n in parameters), None)
-        if name is not None and (option != "dropout" or _is_number(parameters[name].default)):
-            found[option] = name
+        if name is None or (option == "dropout" and not _is_number(parameters[name].default)):
+            continue
+        # A sink may also be a number of keys that every query attends to.
+        logits = re.search(r"\blogit|\bone more score", text) or "Tensor" in str(parameters[name].annotation)
+        counted = _is_number(parameters[name].default) or not logits
+        if option == "sink logits" and name in names[3:] and counted:
+            continue
+        found[option] = name
     return found
 
 

@@ -55,6 +55,13 @@ def _denominator(extra: float, shifted: bool) -> dict[str, Any]:
     return {"normalize": normalize}
 
 
+def _after(extra: float) -> dict[str, Any]:
+    def weights(a: Tensor, ok: Tensor | None) -> Tensor:
+        return a if ok is None else a * ok / (extra + (a * ok).sum(-1, keepdim=True))
+
+    return {"fill": lambda s, ok: s, "normalize": lambda s, ok: s.softmax(-1), "weights": weights}
+
+
 FITTED = (
     Fitted(
         "the scale is a constant, {value}, for every d_k",
@@ -116,6 +123,14 @@ FITTED = (
         "use −∞ (or the smallest finite number)",
         lambda t: {"fill": lambda s, ok: s - t * (~ok).to(s.dtype)},
         1e-2,
+        option="mask|causal|window|lengths|documents",
+    ),
+    Fitted(
+        "the mask is applied after softmax, and the weights are divided by their sum plus {value}",
+        "mask after softmax",
+        "set masked scores to −∞ before softmax",
+        _after,
+        1e-10,
         option="mask|causal|window|lengths|documents",
     ),
     Fitted(

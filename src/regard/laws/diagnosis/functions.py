@@ -216,7 +216,7 @@ def _candidates(seen: Observations) -> Iterator[Variant]:
         yield from fitting(sample, got, dtype_of(sample))
 
 
-SLICES = ("batch row", "head", "query")
+SLICES, PLURALS = ("batch row", "head", "query"), ("batch rows", "heads", "queries")
 
 
 def _parts(seen: Observations) -> Cause | None:
@@ -240,7 +240,7 @@ def _parts(seen: Observations) -> Cause | None:
                 some = ", ".join(str(i) for i in bad.nonzero().flatten().tolist()[:4])
                 family = f"{variant.family.split(' ')[0]} of one {SLICES[axis].split(' ')[-1]}"
                 return Cause(
-                    f"{variant.name}, for some of the {word}s (here {word} {some})",
+                    f"{variant.name}, for some of the {PLURALS[axis]} (here {word} {some})",
                     family if variant.family.startswith("mask") else variant.family,
                     variant.fix, evidence(sample, got, want), "", len(cut), len(seen.wrong),
                 )  # fmt: skip

@@ -28,7 +28,7 @@ from .projections import (
     misread,
     without_tables,
 )
-from .relative_bias import relative_fault
+from .relative_bias import relative_fault, rotary_fault
 from .rounding import SIXTEEN_BITS, in_steps, precision_lost, relative_error
 from .samples import HUGE
 from .some_positions import uneven_positions, wrong_positions
@@ -74,6 +74,8 @@ def identify(harness: Harness) -> Identified:
     found = _identify(harness, harness.module())
     if found.cause is None and (fault := relative_fault(harness, harness.module())) is not None:
         return Identified(found.arrangement, fault)
+    if found == Identified(None, None) and (fault := rotary_fault(harness, harness.module())) is not None:
+        return Identified(None, fault)
     if found == Identified(None, None):
         with suppress(Exception):  # foreign code; the laws report what raises
             if (uneven := uneven_positions(harness, harness.module())) is not None:

@@ -1,7 +1,8 @@
-"""A learned bias by distance inside a module: it must depend on j − i alone, and tell the two sides apart.
+"""Relative positions inside a module: the weights of equal inputs must depend on j − i alone.
 
-Where every input is 0, all values are equal, so that to first order the weights do not change:
-∂ o_i/∂ x_j = Σ_h a_hij W_v^h W_o^h, and a is the softmax of the bias alone. The weights of each head follow.
+Where all inputs are equal, so are all values, and changed weights do not change their mean: ∂ o_i/∂ x_j =
+Σ_h a_hij W_v^h W_o^h, from which the weights of each head follow. Where all inputs are 0, they are the softmax of a
+learned bias by distance, which must also tell the two sides apart; elsewhere rotary positions take part in them.
 """
 
 import copy
@@ -19,6 +20,10 @@ from .projections import Arrangement, arrangements, mentions, position_tables
 
 RELATIVE = r"relative|\brel_|\bt5\b|\bt5-|rel_?pos|distance"
 GRIDS = r"swin|2-?d\b|two-dimensional|height|image|patch|grid|axial"  # distances in more than one direction
+ROTARY = r"\brotary|\brope\b|(?<![a-z])rope_|rotary_"
+NOT_BY_DISTANCE = (  # positions that restart, that have several axes, or that also change the scale of the scores
+    rf"{GRIDS}|3-?d\b|video|mrope|section|chunk|document|segment|restart|reset|temperature|log_?n\b|absolute|sinus|learned"
+)
 MAX_READINGS = 12
 MIN_POSITIONS, MAX_POSITIONS = 24, 140  # more than the table has rows, where that is not too many
 REACHES = ("max_distance", "reach", "max_relative_position", "max_relative_positions", "longest")
@@ -47,7 +52,7 @@ def relative_fault(harness: Harness, module: nn.Module) -> Cause | None:
             table.copy_(torch.randn(table.shape, generator=g).to(table))
     reach = size_of(module, REACHES) or max(max(table.shape) for table in tables)
     n = min(max(reach + 4, MIN_POSITIONS), MAX_POSITIONS, model.max_length)
-    weights = bias_weights(harness, module, n)
+    weights = equal_input_weights(harness, module, torch.zeros(1, n, model.d_model or 0))
     if weights is None:
         return None
     words = _fault(harness, module, weights.log(), tables)
@@ -57,11 +62,37 @@ def relative_fault(harness: Harness, module: nn.Module) -> Cause | None:
     return Cause(words[0], "position bias", FIX, evidence, "", 1, 1)
 
 
-def bias_weights(harness: Harness, module: nn.Module, n: int) -> Tensor | None:
-    """(h, n, n): the softmax of the bias of each head; None where no reading of the projections gives it."""
+def rotary_fault(harness: Harness, module: nn.Module) -> Cause | None:
+    """A fault of the rotary positions of a module that says that it has them; None where none is seen."""
+    model = harness.model
+    if (
+        model.architecture != "attention"
+        or harness.target.declares("grad") is False
+        or position_tables(module)
+    ):
+        return None
+    if not mentions(module, ROTARY) or mentions(module, NOT_BY_DISTANCE):
+        return None
+    n = model.length or min(9, model.max_length)
+    harness.seed(Case(seed=0))
+    x = harness.sequence(1, 1).expand(-1, n, -1)
+    weights = equal_input_weights(harness, copy.deepcopy(module), x)
+    limit = 1e-3 if harness.dtype == torch.float64 else 1e-2  # angles are usually computed in float32
+    if weights is None or (words := _by_more(harness, weights.log(), "weight", limit)) is None:
+        return None
+    return Cause(
+        "with rotary positions the weights depend on more than j − i", "rotary positions",
+        "rotate q and k alike: by the angle position · frequency, in the same direction",
+        f"with equal inputs, in a call with n = {n}: {words}", "", 1, 1,
+    )  # fmt: skip
+
+
+def equal_input_weights(harness: Harness, module: nn.Module, x: Tensor) -> Tensor | None:
+    """(h, n, n): the weights of each head for inputs that are all equal; None where no reading of the projections
+    gives them."""
+    n = x.shape[1]
     harness.seed(Case(seed=n))
-    x = torch.zeros(1, n, harness.model.d_model or 0, dtype=harness.dtype, device=harness.device)
-    x.requires_grad_()
+    x = x.to(harness.device, harness.dtype).clone().requires_grad_()
     try:
         out = harness.run(x, None, module)
         directions = harness.randn(PROJECTIONS, out.shape[-1])
@@ -74,7 +105,7 @@ def bias_weights(harness: Harness, module: nn.Module, n: int) -> Tensor | None:
     jacobian = torch.cat(columns, -1).double()
     limit = 1e-7 if harness.dtype == torch.float64 else 1e-3
     for a in list(arrangements(module))[:MAX_READINGS]:
-        if 2 * a.heads > PROJECTIONS * x.shape[-1] or a.rotary or a.residual:
+        if 2 * a.heads > PROJECTIONS * x.shape[-1] or a.residual:
             continue
         maps = _maps(a, directions.double())
         found = torch.linalg.lstsq(maps, rearrange(jacobian, "i j d -> d (i j)")).solution
@@ -98,6 +129,16 @@ def _maps(a: Arrangement, directions: Tensor) -> Tensor:
 def _fault(harness: Harness, module: nn.Module, logs: Tensor, tables: list[Tensor]) -> tuple[str, str] | None:
     """What is wrong with ln a, (h, n, n), in words, and the evidence."""
     limit = 1e-5 if harness.dtype == torch.float64 else 1e-2
+    if (words := _by_more(harness, logs, "bias", limit)) is not None:
+        return "the bias by distance depends on more than j − i", words
+    if harness.supports("always causal") or not bool(torch.isfinite(logs).all()):
+        return None
+    future, past = logs[:, 0] - logs[:, 0, :1], (logs[:, -1] - logs[:, -1, -1:]).flip(-1)
+    return _sides(harness, module, past[:, 1:], future[:, 1:], tables, limit)
+
+
+def _by_more(harness: Harness, logs: Tensor, name: str, limit: float) -> str | None:
+    """Where ln a, (h, n, n), depends on more than j − i, up to a number per row."""
     n, causal = logs.shape[-1], harness.supports("always causal")
     for i in range(1, n - 1):
         stop = i + 1 if causal else n - 1  # keys that both queries have
@@ -105,14 +146,8 @@ def _fault(harness: Harness, module: nn.Module, logs: Tensor, tables: list[Tenso
         apart = (step - step[:, :1]).abs().amax(0).nan_to_num(0.0)
         if float(apart.max()) > limit:
             j = int(apart.argmax())
-            return (
-                "the bias by distance depends on more than j − i",
-                f"the bias of ({i}, {j}) and ({i + 1}, {j + 1}) differ by {float(apart.max()):.3g}",
-            )
-    if causal or not bool(torch.isfinite(logs).all()):
-        return None
-    future, past = logs[:, 0] - logs[:, 0, :1], (logs[:, -1] - logs[:, -1, -1:]).flip(-1)
-    return _sides(harness, module, past[:, 1:], future[:, 1:], tables, limit)
+            return f"the {name} of ({i}, {j}) and ({i + 1}, {j + 1}) differ by {float(apart.max()):.3g}"
+    return None
 
 
 def _sides(

@@ -1,0 +1,41 @@
+"""Pairs of batch rows with offsets, lengths and data of their own: as many as a table of all of them has."""
+
+import pytest
+import torch
+
+from regard.pattern import causal, count_rows, documents, every, full, lengths, sinks, window
+
+N, M, ROWS = 7, 11, 3
+OFFSETS, ENDS = torch.tensor([4, 0, 4]), torch.tensor([11, 5, 0])
+SPANS = torch.tensor([[0, 11], [2, 5], [3, 3]])
+PATTERNS = (full(), causal(), causal() & (window(2) | every(4)), window(1) | sinks(2))
+
+
+def table(pattern, at, seen):
+    """Which pairs are allowed, (rows, n, m)."""
+    offsets = [at] * ROWS if not isinstance(at, torch.Tensor) else at.tolist()
+    tables = [
+        pattern.allowed(N, M, offset).expand(ROWS, 1, N, M)[row, 0] for row, offset in enumerate(offsets)
+    ]
+    keys, spans = torch.arange(M), torch.tensor([[0, M]] * ROWS) if seen is None else seen
+    spans = torch.stack([torch.zeros_like(spans), spans], -1) if spans.dim() == 1 else spans
+    return torch.stack(tables) & (keys >= spans[:, :1]).logical_and(keys < spans[:, 1:])[:, None]
+
+
+@pytest.mark.parametrize("seen", [None, ENDS, SPANS], ids=["all", "ends", "spans"])
+@pytest.mark.parametrize("at", [None, 2, OFFSETS], ids=["default", "one", "by row"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_rows_are_counted_with_their_own_offset_and_keys(pattern, at, seen):
+    assert count_rows(pattern, N, M, ROWS, at, seen) == int(table(pattern, at, seen).sum())
+
+
+@pytest.mark.parametrize("seen", [None, ENDS, SPANS], ids=["all", "ends", "spans"])
+def test_data_by_row_are_counted_with_the_keys_of_their_row(seen):
+    ids = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2, [2] * 11])
+    for pattern in (documents(ids), documents(ids) & window(2), lengths(torch.tensor([9, 3, 11]))):
+        assert count_rows(pattern, N, M, ROWS, None, seen) == int(table(pattern, None, seen).sum())
+
+
+def test_data_of_all_rows_count_for_each():
+    pattern = documents(torch.tensor([[0] * 4 + [1] * 7]))
+    assert count_rows(pattern, N, M, ROWS) == ROWS * pattern.count(N, M)
