@@ -35,6 +35,12 @@ def _transform_level() -> Callable[[], bool]:
     return lambda: level() is not None
 
 
+def _forward_level() -> Callable[[], int]:
+    forward_ad = import_module("torch.autograd.forward_ad")
+    _ = forward_ad._current_level
+    return lambda: forward_ad._current_level
+
+
 def _dispatch_mode() -> Callable[[], bool]:
     current = import_module("torch.utils._python_dispatch")._get_current_dispatch_mode
     return lambda: current() is not None
@@ -49,6 +55,23 @@ def _autocast_on_any_device() -> bool:
 transforms_active: Callable[[], bool] = _first(
     lambda: torch._C._are_functorch_transforms_active, _transform_level, lambda: lambda: True
 )
+
+
+def _gradient_levels() -> Callable[[], int]:
+    stack, gradient = torch._C._functorch.get_interpreter_stack, torch._C._functorch.TransformType.Grad
+    return lambda: sum(each.key() == gradient for each in stack() or ())
+
+
+def higher_derivatives() -> bool:
+    """Whether forward-mode differentiation is active (dual numbers, torch.func.jvp), or a gradient of torch.func
+    within another: fused operations have derivatives for neither."""
+    return forward_level() >= 0 or (transforms_active() and gradient_levels() > 1)
+
+
+# () → number of nested gradients of torch.func. If that is unknown, a call in a transform counts as nested.
+gradient_levels: Callable[[], int] = _first(_gradient_levels, lambda: lambda: 2)
+# () → level of forward-mode differentiation; −1: it is not active.
+forward_level: Callable[[], int] = _first(_forward_level, lambda: lambda: -1)
 # () → number of active dispatch modes, or whether there are any.
 dispatch_modes: Callable[[], int | bool] = _first(
     lambda: torch._C._len_torch_dispatch_stack, _dispatch_mode, lambda: lambda: True

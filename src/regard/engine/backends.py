@@ -60,7 +60,7 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
     compiling, chosen, reason = torch.compiler.is_compiling(), TABLE.get(backend), "requested by name"
-    if chosen is None or (why := chosen.refuses(f)):
+    if chosen is None or (why := _refusal(chosen, f)):
         best, reason = (_without_sizes(f), "") if compiling else _fastest(f)
         if chosen is not None:
             raise BackendError(f"backend={backend!r} cannot run this: {why}; use backend={best.name!r}")
@@ -71,6 +71,11 @@ def _prepare(f: CallFacts, backend: str) -> Prepared:
     return replace(prepared, reason=f"{reason}; {prepared.note}" if prepared.note else reason)
 
 
+def _refusal(backend: Backend, f: CallFacts) -> str | None:
+    higher = f.higher and backend.name != "reference"
+    return "only the formula has forward-mode and second derivatives here" if higher else backend.refuses(f)
+
+
 def _fastest(f: CallFacts) -> tuple[Backend, str]:
     """The backend with the smallest estimate of those that do not refuse, and why."""
     device = f.device_type if f.device_type in ("cpu", "cuda") else "other"
@@ -79,7 +84,7 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
     for each in TABLE.values():
         if device not in each.automatic or not getattr(each, "installed", True):  # needs another package
             continue
-        if why := each.refuses(f):
+        if why := _refusal(each, f):
             refusals.append(f"{each.name} cannot: {why}")
         else:
             times.append((each.estimate(f), each))
