@@ -179,7 +179,8 @@ class Pattern:
         if not self._enumerated:
             return counting.row_counter(self.terms(), m, start, step)(np.arange(n, dtype=np.int64))
         chunk = max(1, CHUNK_PAIRS // max(m, 1))
-        tables = (self.allowed(min(chunk, n - r), m, (start + step * r, step)) for r in range(0, n, chunk))
+        some = ((min(chunk, n - r), m, (start + step * r, step)) for r in range(0, n, chunk))
+        tables = (self.allowed(*each, self.device or "cpu") for each in some)
         counts = [t.sum(-1).reshape(-1, t.shape[-2]).sum(0).cpu().numpy() for t in tables]
         return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 

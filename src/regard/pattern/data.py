@@ -346,7 +346,7 @@ class selected(Data):
     def allows(self, i, j):
         listed = self.listed
         if isinstance(i, int):
-            r, c = _entry(listed, torch.tensor(i // self.size), torch.tensor(j // self.size))
+            r, c = _entry(listed, *(torch.tensor(x // self.size, device=listed.device) for x in (i, j)))
             return bool(listed[..., r, c].all())
         r, c = _entry(listed, i // self.size, j // self.size)
         if listed.dim() == 2:

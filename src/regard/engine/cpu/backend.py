@@ -286,7 +286,7 @@ def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
             parts.append(part)
         else:
             j = torch.arange(part.start, part.stop, step, device="cpu")
-            parts.append(j[torch.as_tensor(pattern.allows(position, j))])
+            parts.append(j[torch.as_tensor(pattern.allows(position, j), device="cpu")])
     return [part for part in parts if len(part)] or [range(0)]
 
 
@@ -330,7 +330,7 @@ def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tupl
     products = [q @ k[:, :, part].to(dtype).mT for part in slices]
     s = softcapped(call.factor * torch.cat(products, -1), call.softcap)
     if isinstance(call.bias, ByDistance):
-        j = torch.cat([x if isinstance(x, Tensor) else torch.arange(x.start, x.stop, x.step) for x in keys])
+        j = torch.cat([torch.arange(k.shape[2], device="cpu")[part] for part in slices])
         s = s + call.bias.at(j - position).to(dtype).reshape(s.shape[1:])
     lse = s.logsumexp(-1) if s.shape[-1] else s.sum(-1) - inf
     weights = F.dropout(s.softmax(-1), call.dropout_p) if call.dropout_p else s.softmax(-1)
