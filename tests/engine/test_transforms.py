@@ -127,3 +127,23 @@ def test_a_table_that_a_transform_made_is_not_used_after_it():
         lambda x: by_formula(x, x, x, pattern.allowed(61)).square().sum(), q, q
     )
     assert_close(torch.func.jvp(loss, (q,), (q,)), right)
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch loops over a mapped axis
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+def test_transforms_in_a_compiled_graph_are_those_of_the_formula(name):
+    """The window: torch.func took the forward derivative of the custom operator for 0, without a word."""
+    pattern, n = HIGHER[name], 70
+    q, k, v = (randn(2, 2, n, 8, seed=seed) for seed in range(3))
+
+    def transformed(attend):
+        yield lambda q: torch.func.jvp(lambda q: attend(q, k, v), (q,), (k,))[1]
+        yield lambda q: torch.func.grad(lambda q: attend(q, k, v).square().sum())(q)
+        yield lambda q: torch.func.vmap(lambda q: attend(q[None], k[:1], v[:1]))(q)
+
+    ours = transformed(lambda *x: rg.attention(*x, pattern))
+    right = transformed(lambda *x: by_formula(*x, pattern.allowed(n)))
+    for mine, theirs in zip(ours, right, strict=True):
+        torch.compiler.reset()
+        assert_close(torch.compile(mine, backend="aot_eager")(q), theirs(q))

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from .. import compat
 from ..errors import BackendError, SpecError, nearest
 from .call import Cache, CallFacts, Prepared
 from .cpu.backend import Tiles
@@ -105,7 +106,8 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
 
 
 def _without_sizes(f: CallFacts) -> Backend:
-    """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times."""
+    """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times. Under torch.func
+    only PyTorch's own operations: it has no rules for others, and would take their forward derivatives for 0."""
     if f.hard:
         return TABLE["reference"]
     if f.unmasked and not f.return_lse and not stores_scores(f):
@@ -113,7 +115,7 @@ def _without_sizes(f: CallFacts) -> Backend:
     dropped = f.dropout_p > 0 and f.bias != "distance"
     tiles = () if f.pattern.has_data or dropped else ("tiles",)  # a graph does not know the ids of documents
     kernels = ("flex", "triton") if f.pattern.has_data else ("triton",)
-    for name in {"cpu": tiles, "cuda": kernels}.get(f.device_type, ()):
+    for name in () if compat.transforms_active() else {"cpu": tiles, "cuda": kernels}.get(f.device_type, ()):
         if not TABLE[name].refuses(f):
             return TABLE[name]
     return TABLE["reference" if f.return_lse or f.softcap is not None else "sdpa"]

@@ -141,10 +141,7 @@ def _gathered(f: CallFacts) -> Prepared | None:
 
 
 def _listed(f: CallFacts) -> Prepared | str:
-    """A pattern that data or a grid decide, where few keys are needed by each tile; else why not.
-
-    `where(fn)` is left out: the function may give something else at the next call.
-    """
+    """A pattern that data or a grid decide, where few keys are needed by each tile; else why not."""
     if any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
         return f"a function decides {f.pattern!r}, which may give something else at the next call"
     split, device = documents.parts(f.pattern), f.pattern.device or torch.device("cpu")
