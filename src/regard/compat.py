@@ -30,9 +30,9 @@ def _first(*candidates: Callable[[], Any]) -> Any:
     raise AssertionError("the last candidate needs no private API")
 
 
-def _transform_level() -> Callable[[], bool]:
-    level = torch._C._functorch.maybe_current_level
-    return lambda: level() is not None
+def _nested_gradients() -> Callable[[], bool]:
+    stack, gradient = torch._C._functorch.get_interpreter_stack, torch._C._functorch.TransformType.Grad
+    return lambda: sum(each.key() == gradient for each in stack() or ()) > 1
 
 
 def _dispatch_mode() -> Callable[[], bool]:
@@ -40,22 +40,29 @@ def _dispatch_mode() -> Callable[[], bool]:
     return lambda: current() is not None
 
 
-def _autocast_on_any_device() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
 # () → bool: whether a transform of torch.func is active. If that is unknown, a call counts as observed: it then runs
 # by operations that every transform supports.
 transforms_active: Callable[[], bool] = _first(
-    lambda: torch._C._are_functorch_transforms_active, _transform_level, lambda: lambda: True
+    lambda: torch._C._are_functorch_transforms_active,
+    lambda: lambda level=torch._C._functorch.maybe_current_level: level() is not None,
+    lambda: lambda: True,
 )
+# () → bool: whether a gradient of torch.func is within another one. Unknown: it is, in any transform.
+nested_gradients: Callable[[], bool] = _first(_nested_gradients, lambda: lambda: True)
 # () → number of active dispatch modes, or whether there are any.
 dispatch_modes: Callable[[], int | bool] = _first(
     lambda: torch._C._len_torch_dispatch_stack, _dispatch_mode, lambda: lambda: True
 )
 autocast_active: Callable[[], bool] = _first(
-    lambda: torch._C._is_any_autocast_enabled, lambda: _autocast_on_any_device
+    lambda: torch._C._is_any_autocast_enabled,
+    lambda: lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
 )
+
+
+def higher_derivatives() -> bool:
+    """Whether forward-mode differentiation is active, or a gradient of torch.func within another one."""
+    forward = getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    return forward or (transforms_active() and nested_gradients())
 
 
 def version(x: Any) -> int | None:
@@ -77,11 +84,7 @@ def _softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
 
 def _fused_softmax_backward() -> Callable[[Tensor, Tensor], Tensor]:
     fused = torch.ops.aten._softmax_backward_data.out
-
-    def run(grad: Tensor, weights: Tensor) -> Tensor:
-        return fused(grad, weights, -1, grad.dtype, grad_input=grad)
-
-    return run
+    return lambda grad, weights: fused(grad, weights, -1, grad.dtype, grad_input=grad)
 
 
 # (grad, weights) → weights ∘ (grad − Σ grad ∘ weights) over the last axis, written to grad.
@@ -175,11 +178,10 @@ _compares_batch = torch.__version__ < "2.13"
 
 def needs_formula(mask: Tensor | None) -> bool:
     """Whether an export of `sdpa` with this mask is possible by PyTorch's formula only: data decide its batch."""
-    if not _compares_batch or mask is None or torch.compiler.is_dynamo_compiling():
+    size = None if mask is None else mask.shape[0]
+    if not _compares_batch or torch.compiler.is_dynamo_compiling() or not isinstance(size, torch.SymInt):
         return False
-    if not isinstance(mask.shape[0], torch.SymInt):
-        return False
-    return bool(import_module("torch.fx.experimental.symbolic_shapes").free_unbacked_symbols(mask.shape[0]))
+    return bool(import_module("torch.fx.experimental.symbolic_shapes").free_unbacked_symbols(size))
 
 
 FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
@@ -233,9 +235,7 @@ without_dispatch_modes: Callable[[], Any] = _first(
 
 def clear_compiler_tables() -> None:
     """Clear the compiler's table of PyTorch's functions, which is built on first use; it is built again if needed."""
-    clear = getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", None)
-    if clear is not None:
-        clear()
+    getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", lambda: None)()
 
 
 def aten_operators(*names: str) -> set[Any]:

@@ -74,7 +74,12 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
             raise ShapeError(f"{name} is None, not a tensor")
         raise ShapeError(f"{name} is of type {type(x).__name__}, not a tensor; use torch.as_tensor({name})")
     lengths = given.get("lengths")
-    if lengths is not None and (lengths.is_floating_point() or lengths.dtype == torch.bool):
+    if lengths is not None and lengths.dtype == torch.bool:
+        raise ShapeError(
+            "lengths is torch.bool; whole numbers are needed: mask.sum(-1), if True is a real token and padding "
+            "comes after them; else the first real key and the end of each row, (b, 2)"
+        )
+    if lengths is not None and lengths.is_floating_point():
         raise ShapeError(f"lengths is {lengths.dtype}; whole numbers are needed: lengths.long()")
     if isinstance(at, float):
         raise SpecError(f"at={at}: a query offset is a whole number")
@@ -86,6 +91,15 @@ _INSTEAD = {  # of arguments of other libraries
     "is_causal": "declare it: rg.attention(q, k, v, pattern=rg.causal())",
     "attn_mask": "give a bool tensor (True = may attend) or rg.causal(), … as pattern= and a float tensor that is "
     "added to the scores as bias=",
+    "mask": "give a bool tensor (True = may attend) or rg.causal(), … as pattern=",
+    "key_padding_mask": "give the number of real keys of each row as lengths=",
+    "window_size": "declare it: pattern=rg.causal() & rg.window(before)",
+    "causal": "declare it: rg.attention(q, k, v, pattern=rg.causal())",
+    "dropout": "its name is dropout_p",
+    "softmax_scale": "its name is scale",
+    "score_mod": "give bias=, softcap= or sink_logits=",
+    "block_mask": "give pattern=, which is one without a table",
+    "need_weights": "the weights are rg.engine.attention.weights(q, k, pattern)",
     "enable_gqa": "heads are grouped wherever k and v have fewer of them than q",
 }
 

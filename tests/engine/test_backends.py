@@ -75,7 +75,7 @@ def test_a_pattern_with_data_runs_by_the_faster_of_packed_documents_and_gathered
     of_documents = facts(rg.documents(torch.arange(4096, device="cpu") // 64))
 
     def variant(listed, packed, no_documents=None):
-        found = None if listed is None else Prepared("tiles", backend.LISTED, int, seconds=listed)
+        found = listed if isinstance(listed, str) else Prepared("tiles", backend.LISTED, int, seconds=listed)
         monkeypatch.setattr(backend, "_listed", lambda f: found)
         monkeypatch.setattr(backend, "_merged", lambda f, name: Prepared("tiles", name, int, seconds=packed))
         monkeypatch.setattr(backend, "_no_documents", lambda f: no_documents)
@@ -83,7 +83,7 @@ def test_a_pattern_with_data_runs_by_the_faster_of_packed_documents_and_gathered
 
     assert variant(listed=1.0, packed=2.0) == backend.LISTED and variant(2.0, 1.0) == backend.PACKED
     assert variant(1.0, 0.9) == backend.LISTED  # the estimate of packed documents has a margin
-    assert variant(None, 1.0) == backend.PACKED and variant(2.0, 1.0, "no") == backend.LISTED
+    assert variant("no", 1.0) == backend.PACKED and variant(2.0, 1.0, "no") == backend.LISTED
 
 
 def test_too_many_progressions_are_masked_and_it_says_so():

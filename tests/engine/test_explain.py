@@ -171,8 +171,11 @@ def test_arguments_of_other_libraries_name_what_to_write():
         rg.SpecError, match=r"^enable_gqa is not an argument here; heads are grouped wherever"
     ):
         rg.attention(q, q, q, enable_gqa=True)
-    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'mask'$"):
-        rg.attention(q, q, q, mask=None)
+    for name, instead in {"mask": "pattern=", "dropout": "dropout_p", "key_padding_mask": "lengths="}.items():
+        with pytest.raises(rg.SpecError, match=f"^{name} is not an argument here; .*{instead}"):
+            rg.attention(q, q, q, **{name: None})
+    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'patern'$"):
+        rg.attention(q, q, q, patern=None)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 4)])
@@ -199,3 +202,30 @@ def test_words_for_other_numbers_of_batch_rows_are_named():
         assert str(error.value) == (
             "tree(<2×6 parents>) has data for 2 batch rows, and there are 3; give it for each, or for all"
         )
+
+
+def test_sizes_of_a_pattern_per_head_need_no_number_of_heads():
+    heads = rg.per_head([rg.causal(), rg.causal(), rg.window(3)])
+    assert explain(heads, n=20) == explain(heads, n=20, heads=3)
+
+
+def test_the_reason_against_gathered_keys_is_the_one_that_holds():
+    """selected(…) runs by gathered keys where it can; each test below fails one condition of that."""
+    apart = torch.arange(16)[:, None]  # each block its own: few keys
+    mixed = torch.arange(16).flip(0).roll(3)[:, None] * 5 % 16
+    assert explain(rg.selected(apart, 8), n=128).variant == "gathered keys"
+    reasons = {
+        "from 64 queries on": (rg.selected(apart[:4], 8), 32, {}),
+        "in 32 or 64 bits": (rg.selected(apart, 8), 128, {"dtype": torch.bfloat16}),
+        "differ by batch row or head": (rg.selected(torch.stack([apart, mixed]), 8), 128, {"batch": 2}),
+        "each 64 neighboring queries need most of the keys": (
+            rg.selected(mixed, 8) | rg.window(9),
+            64 * 2,
+            {},
+        ),
+        "a function decides": (rg.where(lambda i, j: i == j), 128, {}),
+    }
+    for reason, (pattern, n, options) in reasons.items():
+        found = explain(pattern, n=n, **options)
+        assert found.backend == "sdpa" and reason in found.reason
+        assert sum(other in found.reason for other in reasons) <= 2  # the first two are one sentence

@@ -264,7 +264,7 @@ REFUSED = [
     (
         SpecError,
         {"pattern": [rg.causal(), 3]},
-        "per_head: 3 of head 1 is not a pattern; use rg.causal(), rg.window(2), …",
+        "per_head: head 1 is of type int, not a pattern; use rg.causal(), rg.window(2), …",
     ),
     (
         BackendError,

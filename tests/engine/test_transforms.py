@@ -1,7 +1,10 @@
 """Attention under torch.func, where sparse backends run: n = 1024, which no mask is chosen for."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import regard as rg
@@ -54,25 +57,93 @@ def test_a_bias_by_distance_is_differentiated_too():
     assert_close(torch.func.grad(loss, argnums=(0, 1))(slopes, v), right)
 
 
-def test_a_second_derivative_says_what_to_use():
+def by_formula(q, k, v, allowed):
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
+    return scores.softmax(-1).masked_fill(~allowed, 0.0) @ v
+
+
+HIGHER = {
+    "every pair": rg.full(),
+    "causal": rg.causal(),
+    "window": rg.causal() & rg.window(16),
+    "documents": rg.documents(torch.arange(70) // 30),
+    "tree": rg.tree(torch.arange(70) - 1),
+    "grid": rg.neighborhood((7, 10), 3),
+}
+
+
+@pytest.mark.parametrize("name", HIGHER)
+def test_second_and_forward_derivatives_are_those_of_the_formula(name):
+    pattern, n = HIGHER[name], 70
+    q, k, v = (randn(1, 2, n, 3, seed=seed) for seed in range(3))
+    allowed = pattern.allowed(n)
+
+    def derivatives(attend):
+        def loss(q):
+            return attend(q, k, v).square().sum()
+
+        yield torch.func.grad(lambda q: torch.func.grad(loss)(q).square().sum())(q)
+        yield torch.func.jvp(attend, (q, k, v), (k, v, q))[1]
+        yield torch.func.jvp(torch.func.grad(loss), (q,), (k,))[1]
+        with forward_ad.dual_level():  # without torch.func
+            yield forward_ad.unpack_dual(attend(forward_ad.make_dual(q, k), k, v)).tangent
+        yield torch.func.grad(loss)(q)
+
+    ours = derivatives(lambda *x: rg.attention(*x, pattern))
+    right = derivatives(lambda *x: by_formula(*x, allowed))
+    for mine, theirs in zip(list(ours), list(right), strict=True):
+        assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_a_backend_by_name_says_that_only_the_formula_has_forward_derivatives():
     q = randn(1, 2, N, 8, seed=0)
+    for backend in ("tiles", "sdpa"):
+        attend = partial(rg.attention, pattern=PATTERNS["window"], backend=backend)
+        with pytest.raises(rg.BackendError, match=r"only the formula has forward.*use backend='reference'"):
+            torch.func.jvp(attend, (q, q, q), (q, q, q))
+    with forward_ad.dual_level():
+        assert rg.explain(q, q, q, PATTERNS["window"]).backend == "reference"
+    assert rg.explain(q, q, q, PATTERNS["window"]).backend == "tiles"
+
+
+def test_a_gradient_of_a_gradient_says_what_to_use():
+    q = randn(1, 2, N, 8, seed=0).requires_grad_()  # the outer one is PyTorch's own
 
     def loss(q):
         return rg.attention(q, q, q, PATTERNS["window"]).square().sum()
 
     with pytest.raises(rg.BackendError, match=r"not supported under torch.func; use backend='reference'"):
-        torch.func.grad(lambda q: torch.func.grad(loss)(q).square().sum())(q)
+        torch.func.grad(loss)(q).square().sum().backward()
 
 
-def test_forward_mode_names_the_backend_that_has_it():
-    q = randn(1, 2, N, 8, seed=0)
+def test_a_table_that_a_transform_made_is_not_used_after_it():
+    q, pattern = randn(1, 1, 61, 8, seed=0), rg.causal() & rg.dilated(3, 7)
 
-    def f(x, backend="auto"):
-        return rg.attention(x, x, x, PATTERNS["window"], softcap=3.0, backend=backend)
+    def loss(x):
+        return rg.attention(x, x, x, pattern, backend="reference").square().sum()
 
-    with pytest.raises(rg.BackendError, match=r"torch\.func\.jvp\).*use backend='reference'"):
-        torch.func.jvp(f, (q,), (q,))
-    few = q[:, :, :50]
-    _, moved = torch.func.jvp(lambda x: f(x, "reference"), (few,), (torch.ones_like(few),))
-    step = 1e-6
-    assert_close(moved, (f(few + step) - f(few - step)) / (2 * step), rtol=1e-6, atol=1e-8)
+    torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(q)
+    right = torch.autograd.functional.jvp(
+        lambda x: by_formula(x, x, x, pattern.allowed(61)).square().sum(), q, q
+    )
+    assert_close(torch.func.jvp(loss, (q,), (q,)), right)
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch loops over a mapped axis
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+def test_transforms_in_a_compiled_graph_are_those_of_the_formula(name):
+    """The window: torch.func took the forward derivative of the custom operator for 0, without a word."""
+    pattern, n = HIGHER[name], 70
+    q, k, v = (randn(2, 2, n, 8, seed=seed) for seed in range(3))
+
+    def transformed(attend):
+        yield lambda q: torch.func.jvp(lambda q: attend(q, k, v), (q,), (k,))[1]
+        yield lambda q: torch.func.grad(lambda q: attend(q, k, v).square().sum())(q)
+        yield lambda q: torch.func.vmap(lambda q: attend(q[None], k[:1], v[:1]))(q)
+
+    ours = transformed(lambda *x: rg.attention(*x, pattern))
+    right = transformed(lambda *x: by_formula(*x, pattern.allowed(n)))
+    for mine, theirs in zip(ours, right, strict=True):
+        torch.compiler.reset()
+        assert_close(torch.compile(mine, backend="aot_eager")(q), theirs(q))

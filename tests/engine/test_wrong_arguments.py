@@ -153,3 +153,11 @@ def test_a_program_may_call_regard_in_place_of_sdpa(monkeypatch):
     x = X[:, :, :3].clone().requires_grad_()  # a shape of its own, so that nothing is cached
     assert torch.nn.functional.scaled_dot_product_attention(x, x, x).grad_fn is not None
     assert compat.sdpa is not rg.attention
+
+
+def test_a_padding_mask_as_lengths_says_how_it_becomes_lengths():
+    q, mask = torch.zeros(2, 1, 4, 8), torch.ones(2, 4, dtype=torch.bool)
+    with pytest.raises(
+        rg.ShapeError, match=r"^lengths is torch\.bool; whole numbers are needed: mask\.sum\(-1\)"
+    ):
+        rg.attention(q, q, q, lengths=mask)

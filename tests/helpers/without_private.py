@@ -18,6 +18,7 @@ import torch.testing
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 ATTRIBUTES = {
     "transforms_active": (torch._C, "_are_functorch_transforms_active"),
+    "nested_gradients": (torch._C._functorch, "get_interpreter_stack"),
     "dispatch_modes": (torch._C, "_len_torch_dispatch_stack"),
     "autocast_active": (torch._C, "_is_any_autocast_enabled"),
     "flash_forward_direct": (torch, FLASH),

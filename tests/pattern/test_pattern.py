@@ -4,6 +4,7 @@ import json
 import re
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -514,9 +515,10 @@ def test_data_that_is_none_is_refused(message):
     assert str(refused.value) == message
 
 
+@pytest.mark.compiled  # the type checker would speak first
 @pytest.mark.parametrize("size", [-1, 4.0, "4", None])
 def test_a_size_that_is_no_number_of_positions_is_refused_in_words(size):
-    for read in (causal().count, (causal() & window(2)).draw):
+    for read in (causal().count, (causal() & window(2)).draw, causal().allowed):
         with pytest.raises(
             SpecError, match=re.escape(f"={size!r}: a number of positions needs to be a whole")
         ):
@@ -526,3 +528,38 @@ def test_a_size_that_is_no_number_of_positions_is_refused_in_words(size):
 def test_a_picture_that_no_terminal_could_show_is_refused():
     with pytest.raises(ShapeError, match="a picture of 100,000 × 100,000 pairs is too large"):
         causal().draw(100_000)
+
+
+@pytest.mark.compiled  # the type checker would speak first
+def test_sizes_may_be_numbers_of_numpy_and_tensors():
+    for four in (np.int64(4), torch.tensor(4)):
+        assert causal().count(four) == 10 and causal().allowed(four).sum() == 10
+        assert causal().draw(four) == causal().draw(4)
+
+
+def test_lengths_are_counted_without_visiting_pairs(monkeypatch):
+    given = lengths(torch.tensor([3, 0, 11, 3, -2, 40]))
+    patterns = [given, causal() & given, (window(2) | every(4)) - given, ~given & lengths(torch.tensor([9]))]
+    tables = {(p, n, m): int(p.allowed(n, m).sum()) for p in patterns for n, m in ((11, 11), (5, 13))}
+    monkeypatch.setattr(type(given), "allows", None)
+    for (pattern, n, m), pairs in tables.items():
+        assert pattern.count(n, m) == pairs
+    assert (causal() & lengths(torch.tensor([10**6, 10**5]))).count(10**6) == 500000500000 + 95000050000
+    with pytest.raises(ShapeError, match="has data for 6 batch rows, and there are 7"):
+        (given & lengths(torch.arange(7))).count(11)
+
+
+@pytest.mark.compiled  # the type checker would speak first
+def test_what_is_no_pattern_is_refused_by_what_to_write():
+    with pytest.raises(SpecError, match=r"^a tensor is not a pattern; use rg\.lengths"):
+        causal() & torch.ones(4, 4, dtype=torch.bool)
+    with pytest.raises(
+        SpecError, match=r"^window is a kind of pattern; write it with parentheses: window\(…\)"
+    ):
+        causal() | window
+    with pytest.raises(SpecError, match=r"^per_head\(causal\(\)\): give a list, with one pattern for each"):
+        grammar.per_head(causal())
+    with pytest.raises(SpecError, match=r"^per_head: head 0 is of type Tensor, not a pattern"):
+        grammar.per_head([torch.ones(4, 4, dtype=torch.bool)])
+    with pytest.raises(TypeError, match="unsupported operand"):
+        causal() & 3

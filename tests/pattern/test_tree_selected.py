@@ -304,3 +304,9 @@ def test_one_row_of_data_is_for_all_batch_rows_of_a_mask(word):
     i = torch.arange(6)
     found = word.block_mask(6).mask_mod(torch.tensor(2), torch.tensor(0), i[:, None], i)
     assert torch.equal(found.expand(6, 6), word.allowed(6).reshape(6, 6))
+
+
+def test_numbers_that_cannot_be_read_are_refused_in_words():
+    for word in (lambda x: rg.selected(x, 4), rg.tree):
+        with pytest.raises(ShapeError, match="its numbers must be read, and a tensor on meta has none"):
+            word(torch.zeros(3, 2, dtype=torch.long, device="meta"))

@@ -20,7 +20,7 @@ from .merge import by_heads, check_heads, merge_sink
 # Bound once: looking up torch.compiler.is_compiling takes as long as calling it.
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes, compat.autocast_active
-_prepared = PREPARED.get
+_prepared, _higher = PREPARED.get, compat.higher_derivatives
 INTEGERS = torch.int32, torch.int64
 
 Patterns = Pattern | Sequence[Pattern] | Tensor | None
@@ -189,7 +189,7 @@ def _key(
     compiler, a transform or a dispatch mode must see PyTorch's operations."""
     if _compiling() or type(q) is not Tensor or type(scale) is bool:
         return None
-    if _transforms() or _modes() or _autocast():
+    if _transforms() or _modes() or _autocast() or _higher():
         return None
     text = "" if pattern is None else pattern.text if isinstance(pattern, Pattern) else None
     if text is None:

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from .. import compat
 from ..errors import BackendError, SpecError, nearest
 from .call import Cache, CallFacts, Prepared
 from .cpu.backend import Tiles
@@ -60,7 +61,7 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
     compiling, chosen, reason = torch.compiler.is_compiling(), TABLE.get(backend), "requested by name"
-    if chosen is None or (why := chosen.refuses(f)):
+    if chosen is None or (why := _refusal(chosen, f)):
         best, reason = (_without_sizes(f), "") if compiling else _fastest(f)
         if chosen is not None:
             raise BackendError(f"backend={backend!r} cannot run this: {why}; use backend={best.name!r}")
@@ -71,6 +72,11 @@ def _prepare(f: CallFacts, backend: str) -> Prepared:
     return replace(prepared, reason=f"{reason}; {prepared.note}" if prepared.note else reason)
 
 
+def _refusal(backend: Backend, f: CallFacts) -> str | None:
+    higher = f.higher and backend.name != "reference"
+    return "only the formula has forward-mode and second derivatives here" if higher else backend.refuses(f)
+
+
 def _fastest(f: CallFacts) -> tuple[Backend, str]:
     """The backend with the smallest estimate of those that do not refuse, and why."""
     device = f.device_type if f.device_type in ("cpu", "cuda") else "other"
@@ -79,7 +85,7 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
     for each in TABLE.values():
         if device not in each.automatic or not getattr(each, "installed", True):  # needs another package
             continue
-        if why := each.refuses(f):
+        if why := _refusal(each, f):
             refusals.append(f"{each.name} cannot: {why}")
         else:
             times.append((each.estimate(f), each))
@@ -100,7 +106,8 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
 
 
 def _without_sizes(f: CallFacts) -> Backend:
-    """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times."""
+    """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times. Under torch.func
+    only PyTorch's own operations: it has no rules for others, and would take their forward derivatives for 0."""
     if f.hard:
         return TABLE["reference"]
     if f.unmasked and not f.return_lse and not stores_scores(f):
@@ -108,7 +115,7 @@ def _without_sizes(f: CallFacts) -> Backend:
     dropped = f.dropout_p > 0 and f.bias != "distance"
     tiles = () if f.pattern.has_data or dropped else ("tiles",)  # a graph does not know the ids of documents
     kernels = ("flex", "triton") if f.pattern.has_data else ("triton",)
-    for name in {"cpu": tiles, "cuda": kernels}.get(f.device_type, ()):
+    for name in () if compat.transforms_active() else {"cpu": tiles, "cuda": kernels}.get(f.device_type, ()):
         if not TABLE[name].refuses(f):
             return TABLE[name]
     return TABLE["reference" if f.return_lse or f.softcap is not None else "sdpa"]

@@ -179,6 +179,7 @@ class CallFacts:
     return_lse: bool = False
     grad: bool = False
     observed: bool = False  # a compiler, transform, dispatch mode or tensor subclass must see the operations
+    higher: bool = False  # forward-mode derivatives, or a gradient of a gradient by torch.func
 
     @property
     def flat_heads(self) -> int:
@@ -283,6 +284,7 @@ def facts_of(call: Call) -> CallFacts:
         return_lse=call.return_lse or call.sink_logits is not None,  # a sink is joined by its log-sum-exp
         grad=needs_grad(call.q, call.k, call.v),
         observed=not eager(call.q, call.k, call.v),
+        higher=not torch.compiler.is_compiling() and compat.higher_derivatives(),
     )
 
 
@@ -387,8 +389,7 @@ def has_empty_row(pattern: Pattern, n: int, m: int, start: int, step: int) -> bo
 
 def dense(pattern: Pattern, n: int, m: int, at: At | Tensor, like: Tensor) -> Bool[Tensor, "*b n m"]:
     """pattern.allowed, cached for the few sizes in use while it is small."""
-    real = type(like) is Tensor and not torch.compiler.is_compiling()  # a fake tensor must not be cached
-    if not real:
+    if not eager(like):  # a fake tensor, or one of a transform, must not be cached
         return pattern.allowed(n, m, at, like.device)
     try:
         if isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:

@@ -226,13 +226,6 @@ class _Transformed(torch.autograd.Function):
         return None, *(g if g.numel() else None for g in grads), *(None,) * never
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        raise BackendError(
-            "forward-mode differentiation (torch.func.jvp) of sparse attention is not supported; use "
-            "backend='reference'"
-        )
-
-    @staticmethod
     def vmap(info, in_dims, *arguments):
         return _looped(_Transformed, info, in_dims, arguments)
 

@@ -112,6 +112,8 @@ def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -
     for name in options:
         if name not in known:
             raise SpecError(f"explain() has no argument {name!r}; {nearest(name, known)}")
+    if isinstance(pattern, per_head):
+        options.setdefault("heads", len(pattern.patterns))
     options["lengths"] = bool(options.get("lengths") or options.get("left_padding"))
     options.setdefault("d_v", options.get("d_k", 64))
     options.setdefault("kv_heads", options.get("heads", 8))

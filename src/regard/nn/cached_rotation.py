@@ -28,7 +28,7 @@ def _rotations(
     start: int, step: int, n: int, d: int, base: float, dtype: torch.dtype
 ) -> Complex[Tensor, "n r"]:
     with torch.inference_mode(False):  # a cached inference tensor could not be used in training
-        cos, sin = cos_sin(start + step * torch.arange(n), d, base).to(dtype)
+        cos, sin = cos_sin(start + step * torch.arange(n, device="cpu"), d, base).to(dtype)
         return torch.complex(cos, sin)
 
 

@@ -1,8 +1,10 @@
 """The algebra of patterns: `&`, `|`, `~` and `-` over sets of pairs, and the positions of queries."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from math import lcm
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +45,11 @@ class Pattern:
 
     text: str | None = None  # its JSON, made at declaration, which a compiled graph holds; None with data
     differs_by_head = False  # whether it is one pattern for each head (per_head)
+
+    @property
+    def by_row(self) -> "tuple[Pattern, ...]":
+        """A word with data as words without, one for each batch row; empty where there are no such words."""
+        return ()
 
     def allows(self, i: Any, j: Any) -> Any:
         """Whether the query at position i may attend to key j: for two integers, or tensors that broadcast."""
@@ -166,6 +173,8 @@ class Pattern:
         device: None is where the pattern's data are, or the default device.
         """
         m = n if m is None else m
+        if not torch.compiler.is_compiling():  # where a size may be a symbol
+            n, m = _sizes(n, m)
         device = self.device if device is None else device
         self.check_data(m, n, at)
         i = positions(self, n, m, at, device)[..., None]
@@ -183,7 +192,8 @@ class Pattern:
         if not self._enumerated:
             return counting.row_counter(self.terms(), m, start, step)(np.arange(n, dtype=np.int64))
         chunk = max(1, CHUNK_PAIRS // max(m, 1))
-        tables = (self.allowed(min(chunk, n - r), m, (start + step * r, step)) for r in range(0, n, chunk))
+        some = ((min(chunk, n - r), m, (start + step * r, step)) for r in range(0, n, chunk))
+        tables = (self.allowed(*each, self.device or "cpu") for each in some)
         counts = [t.sum(-1).reshape(-1, t.shape[-2]).sum(0).cpu().numpy() for t in tables]
         return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 
@@ -203,14 +213,17 @@ class Pattern:
     def count(self, n: int, m: int | None = None, at: At = None) -> int:
         """How many pairs are allowed, exactly; without visiting each row where the pattern repeats itself.
 
-        With data (`documents`, `lengths`, `where`) the pairs of all batch rows are enumerated. A pattern with
-        so many words and so long periods that it would take minutes is refused.
+        With data other than `lengths` (`documents`, `where`) the pairs of all batch rows are enumerated. A pattern
+        with so many words and so long periods that it would take minutes is refused.
         """
-        m = n if m is None else m
-        _require_sizes(n, m)
+        n, m = _sizes(n, n if m is None else m)
         start, step = query_offset(self, n, m, at)
         if n == 0 or m == 0:
             return 0
+        if all(leaf.by_row for leaf in self.leaves() if leaf.has_data) and self.has_data:
+            self.check_data(m, n, at)
+            rows = Counter(self._of_row(row) for row in range(self.data_shape[0]))
+            return sum(times * one.count(n, m, (start, step)) for one, times in rows.items())
         if self.has_data or (self._enumerated and n * m <= CHUNK_PAIRS):
             return int(self.row_counts(n, m, at).sum())
         try:
@@ -231,6 +244,14 @@ class Pattern:
             "count a shorter sequence, or a pattern of fewer words"
         )
 
+    def _of_row(self, row: int) -> "Pattern":
+        """The pattern of one batch row, in words without data."""
+
+        def of_word(word: Pattern) -> Pattern:
+            return word.by_row[row % len(word.by_row)] if word.by_row else word
+
+        return self.fold(of_word, Both, Either, Not)
+
     @property
     def _enumerated(self) -> bool:
         """True where there is no formula, or one of too many terms: pairs are enumerated, in chunks of rows."""
@@ -242,13 +263,12 @@ class Pattern:
 
     def draw(self, n: int, m: int | None = None, at: At = None) -> str:
         """One line per query: ■ allowed, · not."""
-        m = n if m is None else m
-        _require_sizes(n, m)
+        n, m = _sizes(n, n if m is None else m)
         if n * m > CHUNK_PAIRS:
             raise ShapeError(
                 f"a picture of {n:,} × {m:,} pairs is too large; draw fewer queries and keys: draw(64)"
             )
-        table = self.allowed(n, m, at)
+        table = self.allowed(n, m, at, self.device or "cpu")
         if table.dim() > 2:
             raise ShapeError(f"{self!r} differs along the batch; draw one row: pattern.allowed(n)[b, 0]")
         return "\n".join(" ".join("■" if cell else "·" for cell in row) for row in table.tolist())
@@ -285,6 +305,15 @@ def write_text(pattern: Pattern, *parts: Pattern) -> None:
 
 def _is_one(other: Any) -> bool:
     """Whether it is a pattern for all heads; per_head combines its own patterns, one by one."""
+    if isinstance(other, Tensor):
+        raise SpecError(
+            "a tensor is not a pattern; use rg.lengths(l), rg.documents(ids) or rg.where(lambda i, j: mask[i, j]), "
+            "or combine tables: rg.attention(q, k, v, pattern.allowed(n) & mask)"
+        )
+    if isinstance(other, type) and issubclass(other, Pattern):
+        raise SpecError(
+            f"{other.__name__} is a kind of pattern; write it with parentheses: {other.__name__}(…)"
+        )
     return isinstance(other, Pattern) and not other.differs_by_head
 
 
@@ -402,10 +431,11 @@ for kind in (Both, Either, Not):
     register(kind)
 
 
-def _require_sizes(n: Any, m: Any) -> None:
+def _sizes(n: Any, m: Any) -> tuple[int, int]:
     for name, size in {"n": n, "m": m}.items():
         if not hasattr(size, "__index__") or size < 0:
             raise SpecError(f"{name}={size!r}: a number of positions needs to be a whole number >= 0")
+    return index(n), index(m)
 
 
 def query_offset(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, int]:

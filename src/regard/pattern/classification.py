@@ -216,7 +216,7 @@ class BlockGrid:
         every: list[Tensor] = []
         none: list[Tensor] = []
         for i in self.positions.split(step, dim=1):
-            table = torch.as_tensor(allows(i[:, None, :, None], j))
+            table = torch.as_tensor(allows(i[:, None, :, None], j), device=j.device)
             shape = torch.broadcast_shapes(table.shape, (len(i), 1, i.shape[1], self.m))
             table = table.broadcast_to(shape)[:, 0]
             for into, fill in ((every, True), (none, False)):

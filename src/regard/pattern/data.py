@@ -17,6 +17,7 @@ from ..errors import ShapeError, SpecError
 from ..progression import Ints
 from .algebra import Pattern, register
 from .classification import BlockGrid, Classes
+from .words import sinks
 
 T = TypeVar("T")
 
@@ -124,6 +125,10 @@ class lengths(Data):
     @property
     def varies(self):
         return len(self.l), 1
+
+    @property
+    def by_row(self):
+        return tuple(sinks(max(end, 0)) for end in self.l.tolist())
 
     def allows(self, i, j):
         if isinstance(j, int):
@@ -235,6 +240,8 @@ def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
     kept = getattr(word, "_kept", None)
     if kept is not None and torch.compiler.is_compiling():  # which reads no data to compute it again
         return kept[1]
+    if data.is_meta:
+        raise ShapeError(f"{type(word).__name__}: its numbers must be read, and a tensor on meta has none")
     written = compat.version(data)
     if kept is None or written is None or kept[0] != written:
         kept = written, compute(data)
@@ -346,7 +353,7 @@ class selected(Data):
     def allows(self, i, j):
         listed = self.listed
         if isinstance(i, int):
-            r, c = _entry(listed, torch.tensor(i // self.size), torch.tensor(j // self.size))
+            r, c = _entry(listed, *(torch.tensor(x // self.size, device=listed.device) for x in (i, j)))
             return bool(listed[..., r, c].all())
         r, c = _entry(listed, i // self.size, j // self.size)
         if listed.dim() == 2:

@@ -23,13 +23,16 @@ class per_head(Pattern):
     differs_by_head = True
 
     def __init__(self, patterns: Iterable[Pattern]):
+        if isinstance(patterns, Pattern):
+            raise SpecError(f"per_head({patterns!r}): give a list, with one pattern for each query head")
         given = tuple(patterns)
         if not given:
             raise SpecError("per_head([]) has no head; give one pattern for each query head")
         for head, pattern in enumerate(given):
             if not isinstance(pattern, Pattern):
                 raise SpecError(
-                    f"per_head: {pattern!r} of head {head} is not a pattern; use rg.causal(), rg.window(2), …"
+                    f"per_head: head {head} is of type {type(pattern).__name__}, not a pattern; use rg.causal(), "
+                    "rg.window(2), …"
                 )
             if pattern.differs_by_head:
                 raise SpecError(f"per_head: head {head} has a pattern for each head; give it one")

@@ -60,7 +60,8 @@ class Tiles:
         if f.row_offsets and (f.observed or f.pattern.has_data or f.bias != "none"):
             return "per-row query offsets (`at` as a tensor) need a pattern without data, no bias and no compiler"
         if f.pattern.has_data:
-            return None if (why := _no_documents(f)) is None or _listed(f) else why
+            why = _no_documents(f)
+            return None if why is None or isinstance(listed := _listed(f), Prepared) else why or listed
         if torch.compiler.is_compiling() or f.unmasked or _is_one_query(f):  # sizes may be symbols
             return None
         return why_masked(*f.place)
@@ -73,10 +74,11 @@ class Tiles:
     def prepare(self, f: CallFacts) -> Prepared:
         """The variant that runs; where several can, the fastest by estimate."""
         if f.pattern.has_data:
-            if (listed := _listed(f)) is not None and _no_documents(f):
+            listed = _listed(f)
+            if isinstance(listed, Prepared) and _no_documents(f) is not None:
                 return listed
             packed = _safely(_merged(f, PACKED))
-            return packed if listed is None or packed.seconds < listed.seconds else listed
+            return packed if isinstance(listed, str) or packed.seconds < listed.seconds else listed
         if _is_one_query(f):
             return _one_query(f)
         if f.bias == "distance" or f.dropout_p:
@@ -97,7 +99,7 @@ def variants(f: CallFacts) -> list[Prepared]:
 
 
 def _no_documents(f: CallFacts) -> str | None:
-    """Why a pattern with data is not run document by document."""
+    """Why a pattern with data is not run document by document; empty: it has none."""
     if f.bias != "none":
         return "a bias is added to the scores"
     if f.dropout_p:
@@ -107,13 +109,8 @@ def _no_documents(f: CallFacts) -> str | None:
         return "a compiler or a transform observes the call, and the parents of a tree must be read"
     if split is None and any(isinstance(leaf, documents.documents | tree) for leaf in f.pattern.leaves()):
         return f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
-    if split is None and any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
-        return f"a function decides {f.pattern!r}, which may give something else at the next call"
     if split is None:
-        return (
-            f"{f.pattern!r} is decided by data or a grid: its keys are gathered from {gathered_layout.DATA_ROWS} "
-            "queries on, if all batch rows and heads have the same, few pairs are needed, and no other term is added"
-        )
+        return ""
     if f.n == 0 or f.m == 0:
         return "there are no pairs"
     if torch.compiler.is_compiling():  # the ids are read when the graph runs
@@ -143,23 +140,22 @@ def _gathered(f: CallFacts) -> Prepared | None:
     return _by_gathering(f, GATHERED, [shape], nanoseconds * 1e-9, tiles)
 
 
-def _listed(f: CallFacts) -> Prepared | None:
-    """A pattern that data or a grid decide, where few keys are needed by each tile; else None.
-
-    `where(fn)` is left out: the function may give something else at the next call.
-    """
-    if any(isinstance(leaf, where) for leaf in f.pattern.leaves()) or f.n < gathered_layout.DATA_ROWS:
-        return None
+def _listed(f: CallFacts) -> Prepared | str:
+    """A pattern that data or a grid decide, where few keys are needed by each tile; else why not."""
+    if any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
+        return f"a function decides {f.pattern!r}, which may give something else at the next call"
     split, device = documents.parts(f.pattern), f.pattern.device or torch.device("cpu")
     packed = split is not None and not isinstance(split[0], tree)
-    if packed or not _plain(replace(f, pattern=full())) or device.type != "cpu":
-        return None
+    rows = gathered_layout.DATA_ROWS
+    if packed or f.n < rows or device.type != "cpu" or not _plain(replace(f, pattern=full())):
+        return f"keys by data or a grid are gathered from {rows} queries on, in 32 or 64 bits, without other terms"
     f.pattern.check_data(f.m)
     tiles = gathered_layout.gathered_by_rows(f.place)
     shapes = [one.shape for one in tiles or ()]
     pairs = sum(shape.pairs for shape in shapes)
     if tiles is None or 2 * pairs > f.n * f.m:
-        return None
+        varies = "its data differ by batch row or head, or allow too many pairs to gather keys"
+        return f"each {rows} neighboring queries need most of the keys" if tiles else varies
     count, width = sum(shape.tiles for shape in shapes), (f.d_k + f.d_v) // 2
     mean = shapes[0]._replace(tiles=count, keys=-(-pairs // (count * shapes[0].rows)))
     nanoseconds = gathered_layout.nanoseconds(mean, f.n, f.flat_heads, width, f.grad)
@@ -286,7 +282,7 @@ def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
             parts.append(part)
         else:
             j = torch.arange(part.start, part.stop, step, device="cpu")
-            parts.append(j[torch.as_tensor(pattern.allows(position, j))])
+            parts.append(j[torch.as_tensor(pattern.allows(position, j), device="cpu")])
     return [part for part in parts if len(part)] or [range(0)]
 
 
@@ -330,7 +326,7 @@ def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tupl
     products = [q @ k[:, :, part].to(dtype).mT for part in slices]
     s = softcapped(call.factor * torch.cat(products, -1), call.softcap)
     if isinstance(call.bias, ByDistance):
-        j = torch.cat([x if isinstance(x, Tensor) else torch.arange(x.start, x.stop, x.step) for x in keys])
+        j = torch.cat([torch.arange(k.shape[2], device="cpu")[part] for part in slices])
         s = s + call.bias.at(j - position).to(dtype).reshape(s.shape[1:])
     lse = s.logsumexp(-1) if s.shape[-1] else s.sum(-1) - inf
     weights = F.dropout(s.softmax(-1), call.dropout_p) if call.dropout_p else s.softmax(-1)

@@ -140,7 +140,7 @@ def _gathered_by_rows(place: Place, versions: tuple[int | None, ...]) -> tuple[G
         return None
     for tile, near in zip(rows, blocks):
         j = near.repeat_interleave(BLOCK)[:m].nonzero().view(-1)
-        table = torch.as_tensor(pattern.allows(i[tile][:, None], j))
+        table = torch.as_tensor(pattern.allows(i[tile][:, None], j), device="cpu")
         table = table.broadcast_to(1, 1, DATA_ROWS, len(j))[0, 0]
         some = table.any(0).nonzero().view(-1)
         tiles.append((j[some], table[:, some]))

@@ -441,7 +441,7 @@ def _double_backward(
     (q, k, v), (pattern, at), bias = inputs, call.place, None
     if e is not None:
         i = positions(pattern, q.shape[2], k.shape[2], at, q.device)
-        bias = e[:, torch.arange(k.shape[2]) - i[:, None] - call.distances[0]]
+        bias = e[:, torch.arange(k.shape[2], device=q.device) - i[:, None] - call.distances[0]]
     terms: dict[str, Any] = {"lengths": call.lengths, "scale": call.scale, "softcap": call.softcap}
     results = reference_backend.gradients(grads, Call(q, k, v, pattern, bias=bias, at=at, **terms))
     if e is None or bias is None or results[3] is None:
