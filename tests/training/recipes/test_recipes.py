@@ -214,10 +214,29 @@ def test_a_long_context_model_reads_its_neighborhood_and_every_16th_token(tmp_pa
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -3}, {"rate": -1.0}, {"rate": float("inf")}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"steps": -3}, {"rate": -1.0}, {"rate": float("inf")}, {"tokens": 0}]
+)
 def test_a_number_of_updates_or_a_rate_that_is_not_positive_is_named_as_it_was_given(wrong):
     ((key, given),) = wrong.items()
     text = f"recipe 'translate': {key}={given}; it needs to be more than 0 and finite"
     with pytest.raises(rg.SpecError) as refused:
         recipe("translate", **wrong)
     assert str(refused.value) == text
+
+
+@pytest.mark.parametrize("name", ["translate", "translate-h200"])
+def test_a_number_of_updates_takes_the_place_of_the_default_time(name):
+    """`--set steps=6` trained for six minutes: 24,000 updates of a small model."""
+    lengths = {
+        str(given): (made.settings.minutes, made.settings.steps)
+        for given in ({}, {"steps": 7}, {"steps": 7, "minutes": 2}, {"minutes": None}, {"minutes": 3})
+        for made in [recipe(name, **given)]
+    }
+    usual = RECIPES[name]().settings.steps
+    assert list(lengths.values()) == [(6, usual), (None, 7), (2, 7), (None, usual), (3, usual)]
+
+
+def test_a_file_may_be_a_path(tmp_path):
+    (tmp_path / "text").write_text("a quick brown fox\n")
+    assert recipe("language-model", file=tmp_path / "text").data.file == str(tmp_path / "text")
