@@ -92,6 +92,7 @@ WRONG = [
         "position=16 is not a position; use rg.sinusoidal(), rg.learned(64), …",
     ),
     (lambda: Attention(64, dropout=1.0), "dropout=1.0 is not in [0, 1)"),
+    (lambda: Attention(64, dropout="0.1"), "dropout='0.1' is not in [0, 1)"),
     (lambda: Attention(64, score="dott"), "score='dott' is unknown; did you mean dot?"),
     (lambda: Attention(64, biases="some"), "biases='some' is unknown; known: all, none, output"),
     (

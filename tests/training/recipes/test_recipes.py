@@ -240,3 +240,10 @@ def test_a_number_of_updates_takes_the_place_of_the_default_time(name):
 def test_a_file_may_be_a_path(tmp_path):
     (tmp_path / "text").write_text("a quick brown fox\n")
     assert recipe("language-model", file=tmp_path / "text").data.file == str(tmp_path / "text")
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1, float("nan")])
+def test_smoothing_is_a_share(smoothing):
+    """A negative one was trained with: a loss that has no minimum."""
+    with pytest.raises(rg.SpecError, match=rf"^smoothing={smoothing} is not in \[0, 1\)$"):
+        replace(recipe("translate"), smoothing=smoothing)

@@ -65,12 +65,16 @@ class Settings:
 
     def __post_init__(self):
         for name in ("steps", "tokens", "accumulate", "save_every", "keep", "log_every", "valid_every"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name}={getattr(self, name)}: it needs to be at least 1")
+            _require_whole(name, getattr(self, name), at_least=1)
+        if self.patience is not None:
+            _require_whole("patience", self.patience, at_least=0)
+        _require_whole("seed", self.seed)
         if abs(self.seed) > 2**32:
             raise SpecError(f"seed={self.seed}: it needs to be between -2^32 and 2^32")
         if self.minutes is not None and not self.minutes > 0:
             raise SpecError(f"minutes={self.minutes}: it needs to be more than 0")
+        if self.clip is not None and not self.clip > 0:
+            raise SpecError(f"clip={self.clip}: the norm needs to be more than 0; None does not clip")
         if self.autocast not in (None, "bfloat16", "float16"):
             raise SpecError(f"autocast={self.autocast!r}; use 'bfloat16', 'float16' or None")
         if self.parallel not in (REPLICATE, SHARD):
@@ -81,6 +85,13 @@ class Settings:
             raise SpecError(
                 f"{self.average} averages more checkpoints than keep={self.keep} stores; raise keep"
             )
+
+
+def _require_whole(name: str, given: Any, at_least: int | None = None) -> None:
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise SpecError(f"{name}={given!r}: a whole number is needed")
+    if at_least is not None and given < at_least:
+        raise SpecError(f"{name}={given}: it needs to be at least {at_least}")
 
 
 class Diverged(RegardError):

@@ -33,7 +33,9 @@ class Recipe:
     )
 
     def __post_init__(self):
-        if self.consistency < 0:
+        if not 0 <= self.smoothing < 1:
+            raise SpecError(f"smoothing={self.smoothing} is not in [0, 1)")
+        if not self.consistency >= 0:
             raise SpecError(f"consistency={self.consistency}: it needs to be at least 0")
         if self.consistency and not isinstance(self.data, SentencePairs):
             raise SpecError(
