@@ -61,6 +61,9 @@ def load(
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
+            if (folder / "model" / CONFIG).is_file():
+                inside = str(folder / "model")
+                raise FormatError(f"{folder} is the folder of a run; load its model: rg.load({inside!r})")
             raise FormatError(
                 f"{folder} contains no {name}; a folder written by rg.save has {CONFIG} and {WEIGHTS}"
             )

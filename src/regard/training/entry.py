@@ -144,8 +144,8 @@ def train(
     """
     if not isinstance(recipe, str | Path | Recipe):
         raise SpecError(
-            f"rg.train takes a recipe, not {type(recipe).__name__}: a name such as 'translate', the path of its "
-            "JSON, or for a model of your own dataclasses.replace(regard.training.recipe('language-model'), model=spec)"
+            f"rg.train takes a recipe, not {type(recipe).__name__}: a name such as 'translate', the path of its JSON"
+            ", or for a model of your own dataclasses.replace(regard.training.recipe('language-model'), model=spec)"
         )
     if out is not None and not str(out):
         raise SpecError("out='' is no folder; leave it out for runs/<name>, or use '.'")

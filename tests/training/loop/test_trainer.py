@@ -230,7 +230,9 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(whole, tmp_path, change):
     message = damaged(whole, tmp_path, change)
     assert message.startswith(f"checkpoint 24 of {tmp_path} cannot be read: {DAMAGE[change]}")
-    assert message.endswith("; the one before it is step 20")
+    assert message.endswith(
+        f"; to resume from the one before it, step 20, delete {tmp_path}/checkpoints/00000024"
+    )
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(whole, tmp_path):
