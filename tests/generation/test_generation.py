@@ -323,6 +323,9 @@ REFUSED = {
     "Identity gives no logits for a next token; a model with rg.LanguageHead() is needed": lambda: generate(
         torch.nn.Identity(), [[1]]
     ),
+    "DataParallel wraps a model; give the model itself: model.module": lambda: generate(
+        torch.nn.DataParallel(gpt()), [[1]]
+    ),
     "tensors on the device meta have no values to generate from; use a CPU or a GPU": lambda: generate(
         gpt().to("meta"), [[1]]
     ),
@@ -370,6 +373,16 @@ def test_a_source_past_the_end_of_a_resampled_table_is_read_as_by_the_model():
     model, source = learned_translator(rg.learned(5, beyond="resample")), sources(1, 9)[0]
     expected = greedily(lambda target: model(source, target), [1], 6, eos_id=None)
     assert generate(model, [[1]], source=source, max_new_tokens=6).rows()[0] == expected
+
+
+def test_a_compiled_model_generates_as_the_model_itself():
+    """It was refused: OptimizedModule has no head."""
+    model = gpt()
+    compiled = torch.compile(model, backend="eager")
+    assert (
+        generate(compiled, PROMPTS, max_new_tokens=5).rows()
+        == generate(model, PROMPTS, max_new_tokens=5).rows()
+    )
 
 
 def test_padding_of_a_source_may_hold_anything():

@@ -173,6 +173,9 @@ def steps(
                 raise ShapeError(
                     "a decoder without cross-attention takes no source; give the tokens as prompt"
                 )
+    match dict(model.named_children()):
+        case {"module": Stack() | EncoderDecoder() | RecurrentModel()}:
+            raise SpecError(f"{type(model).__name__} wraps a model; give the model itself: model.module")
     raise SpecError(
         f"{type(model).__name__} gives no logits for a next token; a model with rg.LanguageHead() is needed"
     )
