@@ -341,11 +341,6 @@ def gluon() -> tuple[Any, Any, Any]:
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def uncompiled(model: Any) -> Any:
-    """The module that torch.compile(model) was given; anything else as it is."""
-    return getattr(model, "_orig_mod", model)
-
-
 def has_hooks(*modules: torch.nn.Module) -> bool:
     """Whether a hook is registered on one of these modules. Where PyTorch does not tell, there may be one."""
     return any(getattr(module, name, True) for module in modules for name in HOOKS)

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from .. import compat
 from ..errors import ShapeError, SpecError, require_tensors
 from ..nn.recurrent import check_lengths
 from ..nn.stack import EncoderDecoder, Stack
@@ -61,7 +60,7 @@ def generate(
         )
     if eos_id is not None and not hasattr(eos_id, "__index__"):
         raise SpecError(f"eos_id={eos_id}: one token id is needed, a whole number")
-    model = compat.uncompiled(model)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     tokens, lengths = _aligned(prompt, padding, _device(model, prompt))
     limits = _limits(max_new_tokens, len(tokens))
     _require_fitting(model, tokens, lengths, tokens.shape[1] + max(limits), eos_id)

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-from .. import compat, files, spec, value
+from .. import files, spec, value
 from ..errors import BackendError, FormatError, RegardError, SpecError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -24,7 +24,7 @@ def save(model: nn.Module, folder: str | Path, weights: str = "float") -> Path:
     """
     if isinstance(model, spec.Spec):
         raise RegardError(f"{type(model).__name__} is a declaration without weights; save spec.build()")
-    model = compat.uncompiled(model)
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model) stores its weights under other names
     declared = getattr(model, "spec", None)
     if not isinstance(declared, spec.Spec):
         raise RegardError(

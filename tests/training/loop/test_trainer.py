@@ -29,7 +29,8 @@ from regard.training.loop.cuda_graphs import GraphedUpdates
 from regard.training.loop.log import Log, read
 from regard.training.loop.optimizer import AdamW
 from regard.training.loop.ranks import ALONE
-from regard.training.loop.trainer import Diverged, Settings, check_autocast
+from regard.training.loop.settings import Settings
+from regard.training.loop.trainer import Diverged, check_autocast
 from regard.training.recipes.tasks import Translation
 from training_case import SETTINGS, model, pairs, trainer
 

@@ -24,7 +24,7 @@ from ..data.datasets import ContinuousText, Digits, LabeledText, MaskedText, Sen
 from ..data.image_augmentation import random_affine
 from ..loop.averaging import ema, last
 from ..loop.optimizer import AdamW
-from ..loop.trainer import Settings
+from ..loop.settings import Settings
 from .tasks import Classification, LanguageModeling, MaskedLanguageModeling, Translation
 
 

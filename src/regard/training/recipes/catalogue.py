@@ -30,7 +30,7 @@ from ..data.image_augmentation import random_affine
 from ..data.tokens import SPECIAL
 from ..loop.averaging import ema
 from ..loop.optimizer import AdamW
-from ..loop.trainer import Settings
+from ..loop.settings import Settings
 from .base import Recipe
 
 LONG_CONTEXT = causal() & (window(512) | every(16))
