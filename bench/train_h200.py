@@ -40,7 +40,8 @@ from regard.training.data.rows import Pairs
 from regard.training.loop.loss import cross_entropy
 from regard.training.loop.meter import machine
 from regard.training.loop.optimizer import AdamW
-from regard.training.loop.trainer import Settings, Trainer
+from regard.training.loop.settings import Settings
+from regard.training.loop.trainer import Trainer
 from regard.training.recipes.tasks import Translation
 
 DROPOUT, SMOOTHING, RATE = 0.1, 0.1, 1e-4

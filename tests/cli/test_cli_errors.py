@@ -1,5 +1,6 @@
 """What a mistake on the command line gets: a sentence on stderr, exit code 2, no traceback; Ctrl-C gets 130."""
 
+import inspect
 import json
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from regard.cli.main import app
 from regard.training.loop import meter
 from regard.training.models import folder
 from regard.training.progress import waiting
+from regard.training.recipes import RECIPES
 
 
 def refused(*words: object) -> str:
@@ -109,6 +111,20 @@ MISTAKES = {
         "--test",
         "one.tsv",
     ): "--test: recipe 'language-model' takes --data",
+    (
+        "train",
+        "language-model",
+        "--data",
+        "one.tsv",
+        "--set",
+        "file=bytes.json",
+    ): "--set file=… and --data both name the data; leave one of them out",
+    (
+        "train",
+        "long-context",
+        "--set",
+        "pattern=windw(3)",
+    ): "--set pattern=windw(3): 'windw' is not a pattern word; did you mean window?",
     ("train", "T5", "--data", "one.tsv"): "--data: lesson T5 makes its own data; leave it out",
     (
         "train",
@@ -207,7 +223,20 @@ def test_own_files_become_the_data_of_a_recipe(tmp_path):
     assert [recipe["data"][k] for k in ("train", "valid", "test")] == [a, b, c]
     recipe = shown("train", "classify", "--data", a, "--show")
     assert (recipe["data"]["train"], recipe["data"].get("valid"), recipe["data"]["classes"]) == (a, None, 2)
-    assert shown("train", "language-model", "--data", a, "--show")["data"]["file"] == a
+    for name in ("language-model", "long-context"):
+        assert shown("train", name, "--data", a, "--show")["data"]["file"] == a
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_parameter_can_be_set_as_it_is_listed(name, bad_files):
+    """None, (4, 3) and the pattern of long-context were refused as texts."""
+    needed = ["train=one.tsv"] if name == "classify" else []
+    known = inspect.signature(RECIPES[name]).parameters
+    listed = [
+        f"{p.name}={p.default!r}" for p in known.values() if p.default is not p.empty and p.name != "data"
+    ]
+    made = shown("train", name, *(word for x in [*needed, *listed] for word in ("--set", x)), "--show")
+    assert made == shown("train", name, *(word for x in needed for word in ("--set", x)), "--show")
 
 
 def test_every_twentieth_line_is_held_out_where_no_validation_file_is_given(tmp_path):
@@ -248,7 +277,6 @@ def test_slow_work_is_announced_on_stderr(capsys):
 def test_completion_lists_presets_recipes_laws_and_files(tmp_path, monkeypatch):
     from regard.laws.catalogue import LAWS
     from regard.training.lessons import LESSONS
-    from regard.training.recipes import RECIPES
 
     assert tuple(rg.presets()) == names.PRESETS
     assert tuple(RECIPES) == names.RECIPES and tuple(LESSONS) == names.LESSONS

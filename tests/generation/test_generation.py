@@ -1,5 +1,6 @@
 """Generation: each way against the full pass without a cache, or against every sentence there is."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -309,8 +310,85 @@ REFUSED = {
     "top_k=0: a whole number is needed, of at least 1": lambda: sample(top_k=0),
     "top_p=0 is not in (0, 1]": lambda: sample(top_p=0),
     "beam(0): the width needs to be a whole number of at least 1": lambda: beam(0),
-    "length_penalty=-1: it needs to be at least 0": lambda: beam(length_penalty=-1),
+    "length_penalty=-1: it needs to be at least 0 and finite": lambda: beam(length_penalty=-1),
+    "length_penalty=nan: it needs to be at least 0 and finite": lambda: beam(length_penalty=float("nan")),
+    "eos_id=11: this model has the tokens 0 to 10; None ends no row": lambda: generate(
+        gpt(), [[1]], eos_id=11
+    ),
+    "eos_id=-1: this model has the tokens 0 to 10; None ends no row": lambda: generate(
+        gpt(), [[1]], eos_id=-1
+    ),
+    "generate needs a model, not Encoder; build it first: spec.build()": lambda: generate(gpt().spec, [[1]]),
+    "generate needs a model, not NoneType": lambda: generate(None, [[1]]),
+    "Identity gives no logits for a next token; a model with rg.LanguageHead() is needed": lambda: generate(
+        torch.nn.Identity(), [[1]]
+    ),
+    "DataParallel wraps a model; give the model itself: model.module": lambda: generate(
+        torch.nn.DataParallel(gpt()), [[1]]
+    ),
+    "tensors on the device meta have no values to generate from; use a CPU or a GPU": lambda: generate(
+        gpt().to("meta"), [[1]]
+    ),
+    "source is of type list, not a tensor; pad its rows and give source_lengths": lambda: generate(
+        translator(), [[1]], source=[[1, 2]]
+    ),
+    "source has shape (2, 3); (1, m) is needed, one row of ids per prompt": lambda: generate(
+        translator(), [[1]], source=torch.ones(2, 3, dtype=torch.long)
+    ),
+    "source has the token -1; this model has the tokens 0 to 10": lambda: translated(source=((3, -1),)),
+    "source has the token 11; this model has the tokens 0 to 10": lambda: translated(source=((11, 1),)),
+    "source_lengths is of type list, not a tensor; use torch.as_tensor(source_lengths)": lambda: generate(
+        translator(), [[1]], source=torch.ones(1, 3, dtype=torch.long), source_lengths=[2]
+    ),
+    "source_lengths belong to a source; give source= as well": lambda: generate(
+        gpt(), [[1]], source_lengths=torch.tensor([2])
+    ),
+    "source_lengths has shape (2,); one per batch row is needed: (1,)": lambda: translated(lengths=[2, 2]),
+    "source_lengths from 4 to 4 for a source of 3 tokens; use 0 … 3": lambda: translated(lengths=[4]),
+    "source_lengths is torch.float32; whole numbers are needed: source_lengths.long()": lambda: translated(
+        lengths=[2.0]
+    ),
+    "position 5 is past the learned table of 5: shorten the input, declare learned(8), or learned(5, "
+    "beyond='resample')": lambda: translated(learned_translator(rg.learned(5)), [[1] * 6]),
 }
+
+
+def translated(model=None, source=((1, 2, 3),), lengths=None):
+    """One row, from lists."""
+    lengths = None if lengths is None else torch.tensor(lengths)
+    model = translator() if model is None else model
+    return generate(model, [[1]], source=torch.tensor(source), source_lengths=lengths, max_new_tokens=3)
+
+
+def learned_translator(position):
+    """The translator with this position in its encoder."""
+    torch.manual_seed(2)
+    declared = translator().spec
+    embedding = replace(declared.encoder.embedding, position=position)
+    return spread(replace(declared, encoder=replace(declared.encoder, embedding=embedding)).build())
+
+
+def test_a_source_past_the_end_of_a_resampled_table_is_read_as_by_the_model():
+    """The encoder that skips padding has the table as it is stored."""
+    model, source = learned_translator(rg.learned(5, beyond="resample")), sources(1, 9)[0]
+    expected = greedily(lambda target: model(source, target), [1], 6, eos_id=None)
+    assert generate(model, [[1]], source=source, max_new_tokens=6).rows()[0] == expected
+
+
+def test_a_compiled_model_generates_as_the_model_itself():
+    """It was refused: OptimizedModule has no head."""
+    model = gpt()
+    compiled = torch.compile(model, backend="eager")
+    assert (
+        generate(compiled, PROMPTS, max_new_tokens=5).rows()
+        == generate(model, PROMPTS, max_new_tokens=5).rows()
+    )
+
+
+def test_padding_of_a_source_may_hold_anything():
+    model, source = translator(), torch.tensor([[3, 4, 99], [5, 6, 7]])
+    padded = generate(model, [[1]] * 2, source=source, source_lengths=torch.tensor([2, 3]), max_new_tokens=4)
+    assert padded.rows()[0] == generate(model, [[1]], source=source[:1, :2], max_new_tokens=4).rows()[0]
 
 
 @pytest.mark.parametrize("message", REFUSED)

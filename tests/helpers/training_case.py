@@ -10,7 +10,8 @@ from regard.schedule import warmup_cosine
 from regard.training.data.ragged import Ragged
 from regard.training.data.rows import Pairs
 from regard.training.loop.averaging import ema
-from regard.training.loop.trainer import Settings, Trainer
+from regard.training.loop.settings import Settings
+from regard.training.loop.trainer import Trainer
 from regard.training.recipes.tasks import Translation
 
 VOCAB = 13

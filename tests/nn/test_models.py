@@ -394,6 +394,14 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
     assert back.decoder.embedding.table is back.encoder.embedding.table
 
 
+def test_the_folder_of_a_run_names_its_model(tmp_path):
+    rg.save(rg.preset("tiny-classifier").build(), tmp_path / "model")
+    with pytest.raises(FormatError) as refused:
+        rg.load(tmp_path)
+    inside = str(tmp_path / "model")
+    assert str(refused.value) == f"{tmp_path} is the folder of a run; load its model: rg.load({inside!r})"
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(FormatError, match=r"contains no config\.json; a folder written by rg\.save has"):
         rg.load(tmp_path)

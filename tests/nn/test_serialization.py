@@ -132,3 +132,73 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(rg.RegardError, match="cannot save a model in"):
         rg.save(model(), tmp_path / "file")
+
+
+@pytest.mark.parametrize("weights", ["float", "int8"])
+def test_a_compiled_model_is_saved_as_the_model_itself(tmp_path, weights):
+    """Its weights were stored under other names, in a folder that could not be loaded."""
+    before = model()
+    rg.save(torch.compile(before, backend="eager"), tmp_path / "compiled", weights=weights)
+    rg.save(before, tmp_path / "plain", weights=weights)
+    loaded = [rg.load(tmp_path / name).state_dict() for name in ("compiled", "plain")]
+    assert all(torch.equal(a, b) for a, b in zip(*(x.values() for x in loaded), strict=True))
+
+
+def changed(name: str) -> torch.nn.Module:
+    """A model that was changed after it was built."""
+    made = model()
+    if name == "more":
+        made.decoder.blocks[0].adapter = torch.nn.Linear(16, 16, bias=False)
+    elif name == "fewer":
+        made.decoder.norm = torch.nn.Identity()
+        del made.encoder.blocks[0].feed_forward.w_in.bias
+    else:
+        made.encoder.blocks[0].attention.w_o = torch.nn.Linear(16, 9)
+    return made
+
+
+CHANGED = {
+    "more": "this EncoderDecoder has 'decoder.blocks.0.adapter.weight', other than its declaration, so rg.load could "
+    "not read it; save the EncoderDecoder as it was built, or its state_dict() by torch.save",
+    "fewer": "this EncoderDecoder lacks 'encoder.blocks.0.feed_forward.w_in.bias', other than its declaration, so "
+    "rg.load could not read it; save the EncoderDecoder as it was built, or its state_dict() by torch.save",
+    "other": "encoder.blocks.0.attention.w_o.weight has shape (9, 16) and by its declaration (16, 16), so rg.load "
+    "could not read it; change the declaration, and build it again",
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, name):
+    with pytest.raises(rg.RegardError) as refused:
+        rg.save(changed(name), tmp_path / "model")
+    assert str(refused.value) == CHANGED[name] and not (tmp_path / "model").exists()
+
+
+def test_a_declaration_is_not_saved_as_a_model(tmp_path):
+    with pytest.raises(rg.RegardError) as refused:
+        rg.save(model().spec, tmp_path)
+    assert str(refused.value) == "EncoderDecoder is a declaration without weights; save spec.build()"
+
+
+def test_saving_does_not_draw_random_numbers(tmp_path):
+    before = model()
+    state = torch.get_rng_state()
+    rg.save(before, tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "device, text",
+    [
+        ("foo", "device='foo' is unknown; use 'cpu', 'cuda' or 'cuda:1'"),
+        ("meta", "device='meta' has no values to load; use 'cpu' or 'cuda'"),
+        ("cuda", "device='cuda': PyTorch finds no GPU on this machine; use device='cpu'"),
+    ],
+)
+def test_a_device_that_cannot_hold_the_model_is_refused(tmp_path, device, text, monkeypatch):
+    """On the device meta the file was called damaged."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rg.save(model(), tmp_path)
+    with pytest.raises(rg.RegardError) as refused:
+        rg.load(tmp_path, device=device)
+    assert str(refused.value) == text

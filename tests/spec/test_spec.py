@@ -92,6 +92,7 @@ WRONG = [
         "position=16 is not a position; use rg.sinusoidal(), rg.learned(64), …",
     ),
     (lambda: Attention(64, dropout=1.0), "dropout=1.0 is not in [0, 1)"),
+    (lambda: Attention(64, dropout="0.1"), "dropout='0.1' is not in [0, 1)"),
     (lambda: Attention(64, score="dott"), "score='dott' is unknown; did you mean dot?"),
     (lambda: Attention(64, biases="some"), "biases='some' is unknown; known: all, none, output"),
     (
@@ -266,13 +267,21 @@ def test_a_json_spec_with_a_wrong_field_names_it():
     assert str(e.value) == "unknown kind 'Attentoin'; did you mean Attention?"
 
 
-def test_a_pattern_with_empty_rows_warns_at_declaration():
+@pytest.mark.parametrize(
+    "pattern, none",
+    [
+        (rg.causal() - rg.window(0), "query 0 has"),
+        (rg.causal() - rg.window(1), "queries 0, 1 have"),
+        (rg.prefix(3), "queries 3, 4, 5, … have"),
+    ],
+    ids=repr,
+)
+def test_a_pattern_with_empty_rows_warns_at_declaration(pattern, none):
+    """A single query 0 read as "0 have no allowed key", that is none."""
     with pytest.warns(rg.EmptyRowWarning) as w:
-        Attention(8, heads=2, pattern=rg.causal() - rg.window(0))
-    assert (
-        str(w[0].message)
-        == "causal() & ~window(0): of 64 queries, 0 have no allowed key; their output is zero"
-    )
+        Attention(8, heads=2, pattern=pattern)
+    text = f"{pattern!r}: with 64 positions, {none} no allowed key; the output there is zero"
+    assert str(w[0].message) == text
 
 
 def test_a_part_is_not_built_alone():

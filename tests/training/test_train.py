@@ -82,3 +82,20 @@ def test_what_cannot_be_trained_is_named(tmp_path):
 def test_the_public_names_exist():
     for module in (rg.training, rg.nn):
         assert all(getattr(module, name) is not None for name in module.__all__)
+
+
+@pytest.mark.parametrize("given", [None, rg.preset("tiny-gpt"), torch.nn.Linear(2, 2)], ids=repr)
+def test_what_is_no_recipe_is_refused_with_what_would_be_one(given):
+    with pytest.raises(rg.SpecError) as refused:
+        rg.train(given)
+    assert str(refused.value) == (
+        f"rg.train takes a recipe, not {type(given).__name__}: a name such as 'translate', the path of its "
+        "JSON, or for a model of your own dataclasses.replace(regard.training.recipe('language-model'), model=spec)"
+    )
+
+
+def test_an_empty_folder_name_is_not_the_default_folder():
+    with pytest.raises(
+        rg.SpecError, match=r"^out='' is no folder; leave it out for runs/<name>, or use '.'$"
+    ):
+        rg.train("translate", out="", dry_run=True)

@@ -1,5 +1,6 @@
 """`regard train`: train a recipe or run a lesson in a folder, with a progress bar; `--list`, `--dry-run`."""
 
+import ast
 import inspect
 import json
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ FILES = {  # the parameters of each recipe that take the user's own files
     "translate": ("train", "valid", "test"),
     "translate-h200": ("train", "valid", "test"),
     "language-model": ("file",),
+    "long-context": ("file",),
     "masked-language-model": ("train", "valid"),
     "classify": ("train", "valid"),
 }
@@ -183,7 +185,10 @@ def _read(name: str, given: list[str] | None, files: dict[str, str]) -> "Recipe"
             raise SpecError(f"--set {given[0]}: parameters belong to recipes by name; change {name} instead")
         if files:
             raise SpecError(f"--{next(iter(files))}: change the data in {name} instead")
-    return read_recipe(name, **_parameters(name, given), **_files(name, files))
+    parameters, own = _parameters(name, given), _files(name, files)
+    if both := [key for key in own if key in parameters]:
+        raise SpecError(f"--set {both[0]}=… and --data both name the data; leave one of them out")
+    return read_recipe(name, **parameters, **own)
 
 
 def _files(name: str, files: dict[str, str]) -> dict[str, Any]:
@@ -214,6 +219,7 @@ def _files(name: str, files: dict[str, str]) -> dict[str, Any]:
 
 
 def _parameters(name: str, given: list[str] | None) -> dict[str, Any]:
+    from ..pattern import Pattern
     from ..training.recipes import RECIPES
 
     known = inspect.signature(RECIPES[name]).parameters if name in RECIPES else {}
@@ -225,12 +231,26 @@ def _parameters(name: str, given: list[str] | None) -> dict[str, Any]:
         if name in RECIPES and key not in known:
             raise SpecError(f"--set {option}: no parameter {key!r}; {nearest(key, known)}")
         try:
-            parameters[key] = json.loads(text)
-        except (json.JSONDecodeError, RecursionError):
-            parameters[key] = text
-        except ValueError as e:  # a number with thousands of digits
-            raise SpecError(f"--set {option[:40]}…: {e}") from e
+            parameters[key] = _value(text, key in known and known[key].annotation is Pattern)
+        except ValueError as e:  # a number with thousands of digits, or no pattern
+            raise SpecError(f"--set {option if len(option) <= 40 else f'{option[:40]}…'}: {e}") from e
     return parameters
+
+
+def _value(text: str, is_pattern: bool) -> Any:
+    """A value as JSON, or as --list prints it: None, (4, 3), a pattern; anything else is a text."""
+    from ..pattern import parse_pattern
+
+    if is_pattern:
+        return parse_pattern(text)
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
 
 
 def _finish(result: "TrainingResult", as_json: bool) -> None:

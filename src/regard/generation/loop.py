@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..errors import ShapeError, SpecError
+from ..errors import ShapeError, SpecError, require_tensors
+from ..nn.recurrent import check_lengths
 from ..nn.stack import EncoderDecoder, Stack
 from ..pattern import causal, sinks
+from ..spec import Spec
 from . import beam_search
 from .steps import Steps, steps
 from .strategies import Strategy, beam, greedy, pick, sample
@@ -58,9 +60,11 @@ def generate(
         )
     if eos_id is not None and not hasattr(eos_id, "__index__"):
         raise SpecError(f"eos_id={eos_id}: one token id is needed, a whole number")
-    tokens, lengths = _aligned(prompt, padding, next(model.parameters()).device)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
+    tokens, lengths = _aligned(prompt, padding, _device(model, prompt))
     limits = _limits(max_new_tokens, len(tokens))
-    _require_fitting(model, tokens, lengths, tokens.shape[1] + max(limits))
+    _require_fitting(model, tokens, lengths, tokens.shape[1] + max(limits), eos_id)
+    _require_source(model, source, source_lengths, len(tokens))
     was_training = model.training
     model.eval()
     try:
@@ -159,8 +163,51 @@ def _limits(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
     return limits
 
 
+def _device(model: nn.Module, prompt: Any) -> torch.device:
+    """Where the model is; refuses what is no module, and tensors without values."""
+    if not isinstance(model, nn.Module):
+        built = "; build it first: spec.build()" if isinstance(model, Spec) else ""
+        raise SpecError(f"generate needs a model, not {type(model).__name__}{built}")
+    device = next(model.parameters(), torch.empty(0)).device
+    if device.type == "meta" or (isinstance(prompt, Tensor) and prompt.is_meta):
+        raise ShapeError("tensors on the device meta have no values to generate from; use a CPU or a GPU")
+    return device
+
+
+def _require_source(model: nn.Module, source: Any, lengths: Any, rows: int) -> None:
+    """Refuse a source that is not one row of the model's tokens per prompt, and lengths that do not fit it."""
+    if source is None:
+        if lengths is not None:
+            raise ShapeError("source_lengths belong to a source; give source= as well")
+        return
+    if not isinstance(source, Tensor):
+        kind = type(source).__name__
+        raise ShapeError(f"source is of type {kind}, not a tensor; pad its rows and give source_lengths")
+    if source.dim() != 2 or len(source) != rows:
+        raise ShapeError(
+            f"source has shape {tuple(source.shape)}; ({rows}, m) is needed, one row of ids per prompt"
+        )
+    if lengths is not None:
+        require_tensors(source_lengths=lengths)
+        check_lengths(lengths, source)
+    if isinstance(model, EncoderDecoder) and model.encoder.embedding is not None:
+        inside = torch.arange(source.shape[1], device=source.device)
+        real = source if lengths is None else source[inside < lengths[:, None]]
+        _require_tokens("source", real, len(model.encoder.embedding.table))
+
+
+def _require_tokens(name: str, tokens: Int[Tensor, "*b"], vocab: int) -> None:
+    wrong = tokens[(tokens < 0) | (tokens >= vocab)]
+    if len(wrong):
+        raise ShapeError(f"{name} has the token {int(wrong[0])}; this model has the tokens 0 to {vocab - 1}")
+
+
 def _require_fitting(
-    model: nn.Module, tokens: Int[Tensor, "b n"], lengths: Int[Tensor, " b"] | None, total: int
+    model: nn.Module,
+    tokens: Int[Tensor, "b n"],
+    lengths: Int[Tensor, " b"] | None,
+    total: int,
+    eos_id: int | None,
 ) -> None:
     """Refuse tokens that the model does not have, and a model in which a token changes what earlier ones compute.
 
@@ -170,9 +217,9 @@ def _require_fitting(
     if not isinstance(stack, Stack) or stack.embedding is None:
         return
     vocab, prompt = len(stack.embedding.table), tokens.shape[1] if lengths is None else int(lengths.min())
-    wrong = tokens[(tokens < 0) | (tokens >= vocab)]
-    if len(wrong):
-        raise ShapeError(f"prompt has the token {int(wrong[0])}; this model has the tokens 0 to {vocab - 1}")
+    _require_tokens("prompt", tokens, vocab)
+    if eos_id is not None and not 0 <= eos_id < vocab:
+        raise SpecError(f"eos_id={eos_id}: this model has the tokens 0 to {vocab - 1}; None ends no row")
     pattern = stack.spec.block.attention.pattern
     if not isinstance(pattern, causal) and (pattern - causal() - sinks(prompt)).count(total):
         declared = f"({pattern!r})" if "|" in repr(pattern) else repr(pattern)

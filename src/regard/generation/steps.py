@@ -173,6 +173,9 @@ def steps(
                 raise ShapeError(
                     "a decoder without cross-attention takes no source; give the tokens as prompt"
                 )
+    match dict(model.named_children()):
+        case {"module": Stack() | EncoderDecoder() | RecurrentModel()}:
+            raise SpecError(f"{type(model).__name__} wraps a model; give the model itself: model.module")
     raise SpecError(
         f"{type(model).__name__} gives no logits for a next token; a model with rg.LanguageHead() is needed"
     )
@@ -195,7 +198,10 @@ def _encoded(
     """The states of the source, and their real lengths; None where there is no padding."""
     if lengths is not None and bool((lengths == source.shape[1]).all()):
         lengths = None
-    if cpu_inference.supports(model.encoder, full()):
+    table = positions(model.encoder)
+    # A source past the end of a learned table is left to the module, which resamples the table or refuses.
+    within = table is None or source.shape[1] <= table
+    if within and cpu_inference.supports(model.encoder, full()):
         return cpu_inference.encode(model.encoder, source, lengths), lengths
     return model.encode(source, lengths), lengths
 

@@ -58,8 +58,8 @@ class beam:
     def __post_init__(self):
         if not isinstance(self.width, int) or self.width < 1:
             raise SpecError(f"beam({self.width}): the width needs to be a whole number of at least 1")
-        if self.length_penalty < 0:
-            raise SpecError(f"length_penalty={self.length_penalty}: it needs to be at least 0")
+        if not 0 <= self.length_penalty < inf:
+            raise SpecError(f"length_penalty={self.length_penalty}: it needs to be at least 0 and finite")
 
     def penalty(self, length: int) -> int | float:
         return ((5 + length) / 6) ** self.length_penalty

@@ -118,7 +118,7 @@ class RecurrentModel(nn.Module):
         if source_lengths is None:
             memory, state = self.encoder(self.dropout(self.embed_source(source)))
             return Encoded(memory, self._concatenated(state), None)
-        _check_lengths(source_lengths, source)
+        check_lengths(source_lengths, source)
         m = source.shape[1]
         embedded = self.embed_source(source.masked_fill(~_real(source_lengths, m), 0))
         # Packing refuses rows of length 0: such a row reads one token, and its state is set to zero afterwards.
@@ -177,11 +177,16 @@ def _real(lengths: Int[Tensor, " b"], m: int) -> Bool[Tensor, "b m"]:
     return torch.arange(m, device=lengths.device) < rearrange(lengths, "b -> b 1")
 
 
-def _check_lengths(lengths: Int[Tensor, " b"], source: Int[Tensor, "b m"]) -> None:
+def check_lengths(lengths: Int[Tensor, " b"], source: Int[Tensor, "b m"]) -> None:
+    """Refuse lengths that are not one whole number per row of the source, from 0 to its width."""
     b, m = source.shape
     if tuple(lengths.shape) != (b,):
         raise ShapeError(
             f"source_lengths has shape {tuple(lengths.shape)}; one per batch row is needed: ({b},)"
+        )
+    if lengths.is_floating_point():
+        raise ShapeError(
+            f"source_lengths is {lengths.dtype}; whole numbers are needed: source_lengths.long()"
         )
     low, high = (int(lengths.min()), int(lengths.max())) if b else (0, 0)
     if low < 0 or high > m:

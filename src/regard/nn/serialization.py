@@ -9,7 +9,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
 from .. import files, spec, value
-from ..errors import FormatError, RegardError, SpecError
+from ..errors import BackendError, FormatError, RegardError, SpecError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FLOAT, INT8 = 1, 2  # formats of a folder
@@ -22,6 +22,9 @@ def save(model: nn.Module, folder: str | Path, weights: str = "float") -> Path:
     weights: "float" stores them as they are; "int8" stores each matrix as 8-bit integers and one scale per row, a
     quarter of the size of float32, rounded to 1/254 of the largest weight of the row.
     """
+    if isinstance(model, spec.Spec):
+        raise RegardError(f"{type(model).__name__} is a declaration without weights; save spec.build()")
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model) stores its weights under other names
     declared = getattr(model, "spec", None)
     if not isinstance(declared, spec.Spec):
         raise RegardError(
@@ -29,6 +32,7 @@ def save(model: nn.Module, folder: str | Path, weights: str = "float") -> Path:
         )
     if weights not in ("float", "int8"):
         raise SpecError(f"weights={weights!r}; use 'float' or 'int8'")
+    _require_declared_weights(model, declared)
     folder = Path(folder)
     number = FLOAT if weights == "float" else INT8
     config = {"format": number, "spec": value.to_plain(declared)}
@@ -58,9 +62,12 @@ def load(
 
     The checksums of the folder are verified. Weights with NaN or infinite values are refused unless allow_non_finite.
     """
-    folder = Path(folder)
+    folder, device = Path(folder), _available(device)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
+            if (folder / "model" / CONFIG).is_file():
+                inside = str(folder / "model")
+                raise FormatError(f"{folder} is the folder of a run; load its model: rg.load({inside!r})")
             raise FormatError(
                 f"{folder} contains no {name}; a folder written by rg.save has {CONFIG} and {WEIGHTS}"
             )
@@ -86,6 +93,37 @@ def load(
                     f"loads it as it is"
                 )
     return model
+
+
+def _require_declared_weights(model: nn.Module, declared: spec.Spec) -> None:
+    """Refuse a model that was changed after it was built: `load` builds the declaration."""
+    with torch.device("meta"):
+        built = declared.build().state_dict()
+    own = model.state_dict()
+    if changed := [name for name in (*own, *built) if name not in own or name not in built]:
+        have, kind = "has" if changed[0] in own else "lacks", type(model).__name__
+        raise RegardError(
+            f"this {kind} {have} {changed[0]!r}, other than its declaration, so rg.load could not read it; save "
+            f"the {kind} as it was built, or its state_dict() by torch.save"
+        )
+    for name, tensor in own.items():
+        if tensor.shape != built[name].shape:
+            raise RegardError(
+                f"{name} has shape {tuple(tensor.shape)} and by its declaration {tuple(built[name].shape)}, so "
+                "rg.load could not read it; change the declaration, and build it again"
+            )
+
+
+def _available(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as e:
+        raise SpecError(f"device={device!r} is unknown; use 'cpu', 'cuda' or 'cuda:1'") from e
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(f"device={str(device)!r}: PyTorch finds no GPU on this machine; use device='cpu'")
+    if found.type == "meta":
+        raise SpecError("device='meta' has no values to load; use 'cpu' or 'cuda'")
+    return found
 
 
 def _quantized(model: nn.Module) -> dict[str, Tensor]:

@@ -170,9 +170,10 @@ class Attention(Spec):
         except RegardError:
             return
         if empty:
-            queries = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
+            first = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
+            none = f"queries {first} have" if len(empty) > 1 else f"query {first} has"
             warnings.warn(
-                f"{self.pattern!r}: of 64 queries, {queries} have no allowed key; their output is zero",
+                f"{self.pattern!r}: with 64 positions, {none} no allowed key; the output there is zero",
                 EmptyRowWarning,
                 stacklevel=4,
             )

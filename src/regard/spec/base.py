@@ -73,7 +73,7 @@ def require_positive_fields(spec: Any, *names: str) -> None:
 def require_probability(spec: Any, *names: str) -> None:
     for name in names:
         number = getattr(spec, name)
-        if not 0.0 <= number < 1.0:
+        if not isinstance(number, int | float) or not 0.0 <= number < 1.0:
             raise SpecError(f"{name}={number!r} is not in [0, 1)")
 
 

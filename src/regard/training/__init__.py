@@ -9,7 +9,8 @@ from .lessons import LESSONS, LessonResult
 from .loop.averaging import ema, last
 from .loop.loss import cross_entropy
 from .loop.optimizer import AdamW
-from .loop.trainer import Diverged, Settings, Trainer
+from .loop.settings import Settings
+from .loop.trainer import Diverged, Trainer
 from .recipes.base import Recipe
 from .recipes.catalogue import RECIPES, recipe
 from .recipes.evaluation import Evaluation, evaluate

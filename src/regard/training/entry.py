@@ -142,6 +142,13 @@ def train(
     attention head are stored. tensorboard: write its event files, by default where it is installed. threads: of the
     CPU, by default the fastest number, measured on a copy before training.
     """
+    if not isinstance(recipe, str | Path | Recipe):
+        raise SpecError(
+            f"rg.train takes a recipe, not {type(recipe).__name__}: a name such as 'translate', the path of its JSON"
+            ", or for a model of your own dataclasses.replace(regard.training.recipe('language-model'), model=spec)"
+        )
+    if out is not None and not str(out):
+        raise SpecError("out='' is no folder; leave it out for runs/<name>, or use '.'")
     if (lesson := read_lesson(recipe, **parameters)) is not None:
         for name, value in (("heads_every", heads_every), ("tensorboard", tensorboard or None)):
             if value is not None:

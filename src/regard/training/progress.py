@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .loop.trainer import Settings
+from .loop.settings import Settings
 
 
 def message(event: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from regard.training.data.batches import by_tokens
 from regard.training.data.buckets import bucket_shape, bucket_size, pad_to_bucket
 from regard.training.data.ragged import Ragged
 from regard.training.data.rows import Pairs
-from regard.training.loop.trainer import Settings
+from regard.training.loop.settings import Settings
 from regard.training.recipes import recipe
 
 

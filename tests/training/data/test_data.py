@@ -184,6 +184,11 @@ def made(request) -> Tokens:
     return getattr(tokens, request.param)(SENTENCES * 20, 320)
 
 
+def test_a_single_text_is_not_encoded_letter_by_letter():
+    with pytest.raises(rg.FormatError, match=r"^'the cat' is one text; put it into a list, \['the cat'\]$"):
+        tokens.characters(["the cat"]).encode("the cat")
+
+
 def test_what_is_encoded_comes_back(made):
     assert made.decode(made.encode(SENTENCES)) == SENTENCES
     again = Tokens.from_json(made.json())

@@ -132,7 +132,9 @@ def test_a_shard_that_is_damaged_foreign_or_missing_is_refused(home, tmp_path):
         with pytest.raises(rg.FormatError) as refused:
             checkpoints.read(tmp_path)
         assert str(refused.value).startswith(f"checkpoint 12 of {tmp_path} cannot be read: {message}")
-        assert str(refused.value).endswith("; the one before it is step 8")
+        assert str(refused.value).endswith(
+            f"; to resume from the one before it, step 8, delete {tmp_path}/checkpoints/00000012"
+        )
 
 
 def test_what_one_rank_finds_damaged_no_rank_takes(home):

@@ -29,7 +29,8 @@ from regard.training.loop.cuda_graphs import GraphedUpdates
 from regard.training.loop.log import Log, read
 from regard.training.loop.optimizer import AdamW
 from regard.training.loop.ranks import ALONE
-from regard.training.loop.trainer import Diverged, Settings, check_autocast
+from regard.training.loop.settings import Settings
+from regard.training.loop.trainer import Diverged, check_autocast
 from regard.training.recipes.tasks import Translation
 from training_case import SETTINGS, model, pairs, trainer
 
@@ -230,7 +231,9 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(whole, tmp_path, change):
     message = damaged(whole, tmp_path, change)
     assert message.startswith(f"checkpoint 24 of {tmp_path} cannot be read: {DAMAGE[change]}")
-    assert message.endswith("; the one before it is step 20")
+    assert message.endswith(
+        f"; to resume from the one before it, step 20, delete {tmp_path}/checkpoints/00000024"
+    )
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(whole, tmp_path):
@@ -576,6 +579,15 @@ def test_a_line_cut_by_a_kill_is_mended_and_nan_is_a_word(tmp_path):
 
 REFUSED = {
     "steps=0: it needs to be at least 1": lambda: replace(SETTINGS, steps=0),
+    "steps=2.5: a whole number is needed": lambda: replace(SETTINGS, steps=2.5),
+    "accumulate=True: a whole number is needed": lambda: replace(SETTINGS, accumulate=True),
+    "log_every='20': a whole number is needed": lambda: replace(SETTINGS, log_every="20"),
+    "seed=0.5: a whole number is needed": lambda: replace(SETTINGS, seed=0.5),
+    "patience=-1: it needs to be at least 0": lambda: replace(SETTINGS, patience=-1),
+    "clip=-1: the norm needs to be more than 0; None does not clip": lambda: replace(SETTINGS, clip=-1),
+    "clip=0: the norm needs to be more than 0; None does not clip": lambda: replace(SETTINGS, clip=0),
+    "decay=-0.1: it needs to be at least 0 and finite": lambda: AdamW(decay=-0.1),
+    "eps=inf: it needs to be at least 0 and finite": lambda: AdamW(eps=math.inf),
     "seed=99999999999999: it needs to be between -2^32 and 2^32": lambda: replace(
         SETTINGS, seed=99999999999999
     ),
@@ -597,6 +609,16 @@ def test_settings_that_cannot_be_are_refused(message):
     with pytest.raises(rg.SpecError) as refused:
         REFUSED[message]()
     assert str(refused.value) == message
+
+
+def test_betas_may_be_whole_numbers():
+    """With betas of 0, an update is rate · g/|g|, up to eps."""
+    model = torch.nn.Linear(3, 2, bias=False)
+    before, grad = model.weight.detach().clone(), torch.tensor([[1.0, -2.0, 4.0], [-3.0, 5.0, 0.5]])
+    optimizer = AdamW(betas=(0, 0)).build(model)
+    optimizer.param_groups[0]["lr"], model.weight.grad = 0.25, grad
+    optimizer.step()
+    torch.testing.assert_close(before - model.weight.detach(), 0.25 * grad.sign())
 
 
 def test_a_device_that_is_not_there_is_named():

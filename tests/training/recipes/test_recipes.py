@@ -214,10 +214,128 @@ def test_a_long_context_model_reads_its_neighborhood_and_every_16th_token(tmp_pa
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -3}, {"rate": -1.0}, {"rate": float("inf")}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"steps": -3}, {"rate": -1.0}, {"rate": float("inf")}, {"tokens": 0}]
+)
 def test_a_number_of_updates_or_a_rate_that_is_not_positive_is_named_as_it_was_given(wrong):
     ((key, given),) = wrong.items()
     text = f"recipe 'translate': {key}={given}; it needs to be more than 0 and finite"
     with pytest.raises(rg.SpecError) as refused:
         recipe("translate", **wrong)
     assert str(refused.value) == text
+
+
+@pytest.mark.parametrize("name", ["translate", "translate-h200"])
+def test_a_number_of_updates_takes_the_place_of_the_default_time(name):
+    """`--set steps=6` trained for six minutes: 24,000 updates of a small model."""
+    lengths = {
+        str(given): (made.settings.minutes, made.settings.steps)
+        for given in ({}, {"steps": 7}, {"steps": 7, "minutes": 2}, {"minutes": None}, {"minutes": 3})
+        for made in [recipe(name, **given)]
+    }
+    usual = RECIPES[name]().settings.steps
+    assert list(lengths.values()) == [(6, usual), (None, 7), (2, 7), (None, usual), (3, usual)]
+
+
+def test_a_file_may_be_a_path(tmp_path):
+    (tmp_path / "text").write_text("a quick brown fox\n")
+    assert recipe("language-model", file=tmp_path / "text").data.file == str(tmp_path / "text")
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1, float("nan")])
+def test_smoothing_is_a_share(smoothing):
+    """A negative one was trained with: a loss that has no minimum."""
+    with pytest.raises(rg.SpecError, match=rf"^smoothing={smoothing} is not in \[0, 1\)$"):
+        replace(recipe("translate"), smoothing=smoothing)
+
+
+GPT = rg.preset("tiny-gpt")
+UNFIT = {
+    "SentencePairs is for an EncoderDecoder with embeddings and a LanguageHead, which this Encoder is not": (
+        SentencePairs(),
+        GPT,
+    ),
+    "SentencePairs is for an EncoderDecoder with embeddings and a LanguageHead, which this Recurrent is not": (
+        SentencePairs(),
+        rg.Recurrent(8000, 8),
+    ),
+    "ContinuousText is for an Encoder with an Embedding and a LanguageHead, which this Encoder is not": (
+        ContinuousText(),
+        replace(GPT, head=None),
+    ),
+    "ContinuousText is for an Encoder with an Embedding and a LanguageHead, which this Decoder is not": (
+        ContinuousText(),
+        rg.preset("tiny").decoder,  # it needs a context
+    ),
+    "MaskedText is for an Encoder with an Embedding and a MaskedHead, which this Encoder is not": (
+        MaskedText(),
+        replace(GPT, head=rg.ClassifierHead(2)),
+    ),
+    "LabeledText is for an Encoder with an Embedding and a ClassifierHead, which this Encoder is not": (
+        LabeledText("a.tsv"),
+        GPT,
+    ),
+    "Digits is for a Vision model with a ClassifierHead, which this Convolutional is not": (
+        Digits(),
+        rg.Convolutional(8),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", UNFIT)
+def test_a_model_that_the_data_cannot_train_is_refused_when_it_is_declared(message):
+    """They were an AttributeError or an empty AssertionError, after the data had been read."""
+    data, model = UNFIT[message]
+    with pytest.raises(rg.SpecError) as refused:
+        Recipe("mine", model, data, recipe("image").settings)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("data", [ContinuousText(), MaskedText()], ids=["next token", "masked token"])
+def test_a_model_with_a_language_head_predicts_next_and_masked_tokens(data):
+    assert Recipe("mine", GPT, data, recipe("image").settings).model == GPT
+
+
+def test_a_decoder_without_cross_attention_is_a_language_model():
+    block = replace(GPT.block, attention=replace(GPT.block.attention, pattern=rg.causal()))
+    decoder = rg.Decoder(block, 1, embedding=GPT.embedding, head=rg.LanguageHead())
+    assert Recipe("mine", decoder, ContinuousText(), recipe("image").settings).model == decoder
+
+
+def too_small(made: Recipe, tmp_path) -> str:
+    with pytest.raises(rg.SpecError) as refused:
+        Run(made, tmp_path / "run", device="cpu")
+    return str(refused.value)
+
+
+def test_a_vocabulary_that_is_smaller_than_the_data_s_is_refused(tmp_path):
+    """It was an IndexError in the first update."""
+    small = {"d_model": 16, "layers": 1, "heads": 2}
+    verses = write(tmp_path / "a.txt", [(v,) for v in VERSES])
+    made = recipe("language-model", file=verses, context=8, **small)
+    words = "the data have {} tokens and the model vocab={}; declare Embedding({}, …)"
+    size = made.model.embedding.vocab
+    one_less = replace(made, model=replace(made.model, embedding=rg.Embedding(size - 1, 16)))
+    assert too_small(one_less, tmp_path) == words.format(size, size - 1, size)
+    made = recipe("masked-language-model", train=verses, valid=verses, vocab=300, **small)
+    one_less = replace(
+        made.model, embedding=replace(made.model.embedding, vocab=299)
+    )  # without the mask token
+    assert too_small(replace(made, model=one_less), tmp_path / "masked") == words.format(300, 299, 300)
+    pairs = write(tmp_path / "a.tsv", [(v, v[::-1]) for v in VERSES])
+    made = recipe("translate", data=SentencePairs(train=pairs, valid=pairs, vocab=300), **small)
+    for side in ("encoder", "decoder"):
+        stack = getattr(made.model, side)
+        less = replace(stack, embedding=replace(stack.embedding, vocab=9))
+        model = replace(made.model, share_embedding=False, **{side: less})
+        assert too_small(replace(made, model=model), tmp_path / side).endswith(
+            "the model vocab=9; declare Embedding(300, …)"
+        )
+
+
+def test_fewer_classes_than_the_data_have_are_refused(tmp_path):
+    file = write(tmp_path / "a.tsv", [("abc"[i % 3], v) for i, v in enumerate(VERSES)])
+    made = recipe("classify", train=file, valid=file, d_model=16, layers=1, heads=2)
+    model = replace(made.model, head=rg.ClassifierHead(2))
+    text = "the data have 3 classes and the model 2; declare ClassifierHead(3)"
+    assert too_small(replace(made, model=model), tmp_path) == text

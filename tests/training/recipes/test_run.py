@@ -117,8 +117,12 @@ def test_sources_say_what_they_lack(tmp_path):
     with pytest.raises(rg.SpecError, match=r"^context=1: it needs to be at least 2$"):
         ContinuousText(context=1)
     (tmp_path / "a.txt").write_text("too short\n")
-    with pytest.raises(rg.FormatError, match=r"tokens are too few for windows of 64; give a longer text$"):
+    with pytest.raises(rg.FormatError) as refused:
         ContinuousText(file=str(tmp_path / "a.txt")).load(tmp_path)
+    assert str(refused.value) == (
+        "10 tokens are too few for windows of 64, as the last tenth is for validation; give a longer text, or a "
+        "smaller context"
+    )
     (tmp_path / "a.tsv").write_text("good\tfine thing\nbad\tpoor thing\n")
     (tmp_path / "b.tsv").write_text("ugly\tother thing\n")
     with pytest.raises(rg.FormatError, match=r"b.tsv has the label 'ugly', which does not occur in .*a.tsv$"):

@@ -148,7 +148,8 @@ class ContinuousText:
             )
         if min(len(train), len(valid)) <= self.context:
             raise FormatError(
-                f"{len(train) + len(valid)} tokens are too few for windows of {self.context}; give a longer text"
+                f"{len(train) + len(valid)} tokens are too few for windows of {self.context}, as the last tenth is "
+                "for validation; give a longer text, or a smaller context"
             )
         held_out = Windows(valid, self.context, self.context)
         rows = Windows(train, self.context, self.context, random_offset=True)

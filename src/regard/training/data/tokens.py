@@ -29,6 +29,8 @@ class Tokens:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without start and end. Special tokens written in a text are encoded as plain text."""
+        if isinstance(texts, str):
+            raise FormatError(f"{texts!r:.60} is one text; put it into a list, [{texts!r:.60}]")
         try:
             return [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
         except TypeError as e:

@@ -191,8 +191,10 @@ def read(folder: Path, step: int | None = None, ranks: Ranks = ALONE) -> Checkpo
             return _checked(at, ranks)
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as e:
             before = [s for s in stored if s < step]
-            earlier = f"; the one before it is step {before[-1]}" if before else "; there is none before it"
-            raise FormatError(f"checkpoint {step} of {folder} cannot be read: {e}{earlier}") from e
+            then = f"resume from the one before it, step {before[-1]}" if before else "train from the start"
+            raise FormatError(
+                f"checkpoint {step} of {folder} cannot be read: {e}; to {then}, delete {at}"
+            ) from e
 
     return Checkpoint(at, ranks.on_all(checked), ranks)
 

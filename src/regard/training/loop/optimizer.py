@@ -1,6 +1,7 @@
 """AdamW, and its state as named tensors."""
 
 from dataclasses import KW_ONLY, dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ class AdamW:
     """
 
     _: KW_ONLY
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[int | float, int | float] = (0.9, 0.98)
     eps: int | float = 1e-9
     decay: int | float = 0.0
 
     def __post_init__(self):
         if not all(0 <= b < 1 for b in self.betas):
             raise SpecError(f"betas={self.betas}: both need to be in [0, 1)")
+        for name in ("eps", "decay"):
+            if not 0 <= getattr(self, name) < inf:
+                raise SpecError(f"{name}={getattr(self, name)}: it needs to be at least 0 and finite")
 
     def build(self, model: nn.Module, capturable: bool = False) -> torch.optim.AdamW:
         """Fused where the device supports it; its state is allocated from the start.
@@ -42,7 +46,7 @@ class AdamW:
         optimizer = torch.optim.AdamW(
             [g for g in groups if g["params"]],
             lr=rate,
-            betas=self.betas,
+            betas=(float(self.betas[0]), float(self.betas[1])),  # PyTorch refuses the whole number 0
             eps=self.eps,
             fused=fused,
             capturable=capturable,

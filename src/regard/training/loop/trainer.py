@@ -5,7 +5,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import BackendError, FormatError, RegardError, SpecError
+from ...errors import BackendError, FormatError, RegardError
 from ...nn.block import Block
 from ...nn.feed_forward import FeedForward
 from ...nn.packed import Copies
 from ...nn.position import Rotary
-from ...schedule import Schedule
 from ..data.batches import Stream, packed_width
 from ..data.buckets import bucket_shape, pad_to_bucket
 from ..data.packing import pack
@@ -29,58 +27,9 @@ from .checkpoints import Retention
 from .cuda_graphs import GraphedUpdates
 from .log import Log
 from .meter import Meter
-from .optimizer import AdamW
-from .ranks import REPLICATE, SHARD, Ranks, full_tensor, without_sync
+from .ranks import Ranks, full_tensor, without_sync
+from .settings import Settings
 from .threads import Threads
-
-ADAMW = AdamW()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a model is trained: length, batches, schedule, optimizer, checkpoints."""
-
-    steps: int  # updates
-    tokens: int  # per batch, padding included
-    schedule: Schedule
-    _: KW_ONLY
-    optimizer: AdamW = ADAMW
-    minutes: int | float | None = None  # train for this time; the schedule of `steps` is stretched to it
-    clip: int | float | None = 1.0  # maximum global norm of the gradient
-    accumulate: int = 1  # batches per update, over all ranks
-    packed: bool = False  # several texts per row, one after the other, instead of rows of similar length
-    bucketed: bool = False  # lengths rounded up, so that batches have few shapes
-    average: ema | last | None = None
-    autocast: str | None = None  # "bfloat16" or "float16"
-    parallel: str = REPLICATE  # each rank holds all weights, or with "shard" a part of them
-    compile: bool = False
-    graphs: bool = True  # on a GPU, updates whose shapes repeat are replayed as CUDA graphs
-    seed: int = 0
-    save_every: int = 500
-    keep: int = 3
-    log_every: int = 20
-    valid_every: int = 500
-    # Stop after more than this many validations without improvement; the model is then that of the best validation.
-    patience: int | None = None
-
-    def __post_init__(self):
-        for name in ("steps", "tokens", "accumulate", "save_every", "keep", "log_every", "valid_every"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{name}={getattr(self, name)}: it needs to be at least 1")
-        if abs(self.seed) > 2**32:
-            raise SpecError(f"seed={self.seed}: it needs to be between -2^32 and 2^32")
-        if self.minutes is not None and not self.minutes > 0:
-            raise SpecError(f"minutes={self.minutes}: it needs to be more than 0")
-        if self.autocast not in (None, "bfloat16", "float16"):
-            raise SpecError(f"autocast={self.autocast!r}; use 'bfloat16', 'float16' or None")
-        if self.parallel not in (REPLICATE, SHARD):
-            raise SpecError(f"parallel={self.parallel!r}; use {REPLICATE!r} or {SHARD!r}")
-        if self.packed and self.bucketed:
-            raise SpecError("packed=True and bucketed=True cannot be combined; packed rows have one length")
-        if isinstance(self.average, last) and self.average.k > self.keep:
-            raise SpecError(
-                f"{self.average} averages more checkpoints than keep={self.keep} stores; raise keep"
-            )
 
 
 class Diverged(RegardError):

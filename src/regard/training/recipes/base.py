@@ -9,13 +9,22 @@ from ... import spec, value
 from ...errors import SpecError
 from ...schedule import KINDS as SCHEDULES
 from ...spec import (
+    Block,
+    ClassifierHead,
+    Decoder,
+    Embedding,
+    Encoder,
+    EncoderDecoder,
+    LanguageHead,
+    MaskedHead,
     Spec,
+    Vision,
 )
 from ..data.datasets import ContinuousText, Digits, LabeledText, MaskedText, SentencePairs, Source
 from ..data.image_augmentation import random_affine
 from ..loop.averaging import ema, last
 from ..loop.optimizer import AdamW
-from ..loop.trainer import Settings
+from ..loop.settings import Settings
 from .tasks import Classification, LanguageModeling, MaskedLanguageModeling, Translation
 
 
@@ -33,12 +42,17 @@ class Recipe:
     )
 
     def __post_init__(self):
-        if self.consistency < 0:
+        if not 0 <= self.smoothing < 1:
+            raise SpecError(f"smoothing={self.smoothing} is not in [0, 1)")
+        if not self.consistency >= 0:
             raise SpecError(f"consistency={self.consistency}: it needs to be at least 0")
         if self.consistency and not isinstance(self.data, SentencePairs):
             raise SpecError(
                 f"consistency={self.consistency} is for translators; {type(self.data).__name__} has no such loss"
             )
+        if not _fits(self.data, self.model):
+            kind, declared = type(self.data), type(self.model).__name__
+            raise SpecError(f"{kind.__name__} is for {NEEDED[kind]}, which this {declared} is not")
 
     def task(self, model: Any) -> nn.Module:
         """The module that computes this recipe's loss."""
@@ -57,6 +71,33 @@ class Recipe:
     @staticmethod
     def from_json(text: str) -> "Recipe":
         return value.from_json(text, KINDS)
+
+
+NEEDED = {  # the models that the task of each kind of data can train
+    SentencePairs: "an EncoderDecoder with embeddings and a LanguageHead",
+    ContinuousText: "an Encoder with an Embedding and a LanguageHead",
+    MaskedText: "an Encoder with an Embedding and a MaskedHead",
+    LabeledText: "an Encoder with an Embedding and a ClassifierHead",
+    Digits: "a Vision model with a ClassifierHead",
+}
+
+
+def _fits(data: Source, model: Spec) -> bool:
+    """Whether the model is one of NEEDED."""
+    match data, model:
+        case SentencePairs(), EncoderDecoder(encoder=encoder, decoder=Decoder(head=LanguageHead())):
+            return encoder.embedding is not None
+        case ContinuousText(), Encoder(embedding=Embedding(), head=LanguageHead()):
+            return True
+        case ContinuousText(), Decoder(block=Block(cross=None), embedding=Embedding(), head=LanguageHead()):
+            return True
+        case MaskedText(), Encoder(embedding=Embedding(), head=MaskedHead() | LanguageHead()):
+            return True
+        case LabeledText(), Encoder(embedding=Embedding(), head=ClassifierHead()):
+            return True
+        case Digits(), Vision(head=ClassifierHead()):
+            return True
+    return False
 
 
 KINDS = spec.KINDS.new_child(

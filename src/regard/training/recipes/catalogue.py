@@ -1,6 +1,7 @@
 """The recipes that have a name: functions whose parameters are the choices one usually varies."""
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
@@ -29,7 +30,7 @@ from ..data.image_augmentation import random_affine
 from ..data.tokens import SPECIAL
 from ..loop.averaging import ema
 from ..loop.optimizer import AdamW
-from ..loop.trainer import Settings
+from ..loop.settings import Settings
 from .base import Recipe
 
 LONG_CONTEXT = causal() & (window(512) | every(16))
@@ -306,15 +307,17 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 
 
 def recipe(name: str, **parameters: Any) -> Recipe:
-    """The recipe of this name with these parameters."""
+    """The recipe of this name with these parameters; with `steps` and no `minutes` it makes that many updates."""
     if name not in RECIPES:
         raise SpecError(f"no recipe {name!r}; {nearest(name, RECIPES)}")
     known = inspect.signature(RECIPES[name]).parameters
     if unknown := [key for key in parameters if key not in known]:
         raise SpecError(f"recipe {name!r} has no parameter {unknown[0]!r}; {nearest(unknown[0], known)}")
     for key, given in parameters.items():
+        if isinstance(given, os.PathLike):
+            parameters[key] = given = os.fspath(given)  # a recipe is stored as JSON
         _require_type(name, key, given, known[key].annotation)
-        if key in ("steps", "rate") and not 0 < given < inf:
+        if key in ("steps", "rows", "tokens", "rate") and not 0 < given < inf:
             raise SpecError(f"recipe {name!r}: {key}={given}; it needs to be more than 0 and finite")
     required = [key for key, p in known.items() if p.default is p.empty and key not in parameters]
     if required:
@@ -322,6 +325,10 @@ def recipe(name: str, **parameters: Any) -> Recipe:
             f"recipe {name!r} needs {required[0]}=, a file of label<TAB>text lines; on the command line: "
             f"regard train {name} --data FILE.tsv"
         )
+    if (
+        "steps" in parameters and "minutes" in known
+    ):  # the time that a recipe takes by default would override them
+        parameters.setdefault("minutes", None)
     return RECIPES[name](**parameters)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import files
+from ... import files, spec
 from ...errors import FormatError, RegardError, SpecError
 from ...nn.serialization import load, save
-from ..data.datasets import Dataset
+from ..data.datasets import Dataset, MaskedText
 from ..data.tokens import Tokens
 from ..loop import checkpoints
 from ..loop.log import Log
@@ -47,6 +47,7 @@ class Run:
         data = self.ranks.on_first(self._load)  # rank 0 trains the tokenizer, the others read it
         self.data: Dataset = self._load() if data is None else data
         self._require_fitting_rows()
+        self._require_fitting_model()
         torch.manual_seed(recipe.settings.seed)
         self.model = recipe.model.build().to(self.device)
         self.trainer = Trainer(
@@ -121,6 +122,30 @@ class Run:
                 raise SpecError(
                     f"the longest row of {part} has {longest} tokens and a batch {tokens=}; raise tokens, or "
                     f"shorten it"
+                )
+
+    def _require_fitting_model(self) -> None:
+        """Refuse a model that has fewer tokens or other classes than the data."""
+        model, data = self.recipe.model, self.recipe.data
+        if isinstance(model, spec.EncoderDecoder):
+            embeddings = [model.encoder.embedding, model.decoder.embedding]
+        else:
+            embeddings = [getattr(model, "embedding", None)]
+        # A masked language model also has the mask token, which is no token of a text.
+        tokens = data.vocab if isinstance(data, MaskedText) else len(self.data.tokens or ())
+        for embedding in embeddings:
+            if embedding is not None and embedding.vocab < tokens:
+                raise SpecError(
+                    f"the data have {tokens} tokens and the model vocab={embedding.vocab}; declare "
+                    f"Embedding({tokens}, …)"
+                )
+        head = getattr(model, "head", None)
+        if isinstance(head, spec.ClassifierHead):
+            classes = 1 + max(int(part.labels.max()) for part in (self.data.train, self.data.valid))
+            if head.classes < classes:
+                raise SpecError(
+                    f"the data have {classes} classes and the model {head.classes}; declare "
+                    f"ClassifierHead({classes})"
                 )
 
     def _claim(self) -> None:
