@@ -326,7 +326,7 @@ def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tupl
     products = [q @ k[:, :, part].to(dtype).mT for part in slices]
     s = softcapped(call.factor * torch.cat(products, -1), call.softcap)
     if isinstance(call.bias, ByDistance):
-        j = torch.cat([torch.arange(k.shape[2], device="cpu")[part] for part in slices])
+        j = torch.cat([torch.arange(k.shape[2], device=k.device)[part] for part in slices])
         s = s + call.bias.at(j - position).to(dtype).reshape(s.shape[1:])
     lse = s.logsumexp(-1) if s.shape[-1] else s.sum(-1) - inf
     weights = F.dropout(s.softmax(-1), call.dropout_p) if call.dropout_p else s.softmax(-1)

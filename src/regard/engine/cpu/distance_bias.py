@@ -31,7 +31,7 @@ def along(bias: ByDistance, low: int, high: int) -> Float[Tensor, "h x"]:
         parts.append(torch.cat([first, near, last], -1))
     if bias.slopes is not None:
         slopes = at_least_float32(bias.slopes)
-        distances = torch.arange(low, high + 1, dtype=slopes.dtype, device="cpu").abs()
+        distances = torch.arange(low, high + 1, dtype=slopes.dtype, device=slopes.device).abs()
         parts.append(-einsum(slopes, distances, "h, x -> h x"))
     return reduce(add, parts)
 
@@ -49,7 +49,7 @@ def along_backward(
         table[:, 0] += de[:, : max(min(high + 1, -reach) - low, 0)].sum(-1)
         table[:, -1] += de[:, max(reach + 1 - low, 0) :].sum(-1)
     if bias.slopes is not None:
-        slopes = -(de @ torch.arange(low, high + 1, dtype=de.dtype, device="cpu").abs())
+        slopes = -(de @ torch.arange(low, high + 1, dtype=de.dtype, device=de.device).abs())
     return table, slopes
 
 
