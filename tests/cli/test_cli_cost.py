@@ -232,7 +232,7 @@ def test_a_plan_is_a_table_data_or_a_program(one_layer):
     choices = json.loads(run(*words, "--json").stdout)["choices"]
     assert [c["label"] for c in choices] == ["forward, bfloat16", "generation, bfloat16"]
     assert run(*words, "--code", 1).stdout.strip() == choices[0]["code"]
-    with pytest.raises(rg.SpecError, match="--code 3: only 2 of the 2 choices fit"):
+    with pytest.raises(rg.SpecError, match="--code 3: there are 2 choices, of which 2 fit"):
         run(*words, "--code", 3)
 
 

@@ -68,6 +68,7 @@ def test_a_faulty_one_gets_fewer_points_and_the_reason():
     assert masked.groups["options"] < 1.0 == masked.groups["plain calls"]
 
 
+@pytest.mark.long
 def test_a_fault_that_no_variant_explains_is_called_a_symptom():
     strange = rg.judge(lambda q, k, v: (q @ k.mT).sin().softmax(-1) @ v, seed=1, seconds=5)
     assert strange.reasons[0].startswith("symptom: outputs are wrong; fix: ")

@@ -124,6 +124,7 @@ def test_filters_and_the_slider_select_heads(view, open_page):
     assert at.locator(".row:visible").count() == 1 and at.locator("tbody tr").count() == 12
 
 
+@pytest.mark.long
 def test_the_table_sorts_in_both_directions(view, open_page):
     at = open_page(view)
     at.click("th[data-field=entropy] button")

@@ -95,7 +95,8 @@ def plan(request: PlanRequest) -> None:
     if request.code is not None:
         if request.code > len(result.choices) or not result.choices[request.code - 1].batch:
             fitting = sum(bool(c.batch) for c in result.choices)
-            raise SpecError(f"--code {request.code}: only {fitting} of the {len(result.choices)} choices fit")
+            choices = f"there are {len(result.choices)} choices, of which {fitting} fit"
+            raise SpecError(f"--code {request.code}: {choices}")
         typer.echo(result.choices[request.code - 1].code)
         return
     typer.echo(result.json() if request.as_json else str(result))

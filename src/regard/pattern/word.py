@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import dataclass_transform
 
+import numpy as np
+
 from .. import value
 from ..errors import SpecError
 from ..progression import FAR
@@ -22,6 +24,9 @@ class Declared(Pattern):
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             given = getattr(self, field.name)
+            if isinstance(given, np.integer):
+                given = int(given)
+                object.__setattr__(self, field.name, given)
             self.require(
                 type(given) is int or (given is None and field.default is None),
                 f"{field.name} needs to be a whole number, an int",

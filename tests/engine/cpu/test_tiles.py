@@ -258,6 +258,7 @@ def test_the_fused_op_and_products_join_in_one_layout():
     check(laid, pattern.allowed(700), q, k, v, scale=0.3)
 
 
+@pytest.mark.long  # test_threads.py has the same through the public call
 def test_eight_threads_with_mixed_shapes_give_the_bits_of_one():
     """Merged, concatenated and gathered layouts, with bias: buffers, blocks and masks are shared by all threads."""
     cases = []

@@ -418,7 +418,7 @@ def test_a_gradient_that_is_lost_as_rows_are_mixed_is_no_detached_input():
     assert (cause.family, cause.laws) == ("batch rows mixed", ("L48", "L50"))
 
 
-@pytest.mark.parametrize("extra", [1e-3, 1e-6])
+@pytest.mark.parametrize("extra", [pytest.param(1e-3, marks=pytest.mark.long), 1e-6])
 def test_a_mask_after_softmax_with_a_guarded_division_is_named(extra):
     def masked_late(q, k, v, mask=None):
         """mask: bool, True = may attend."""
@@ -432,6 +432,7 @@ def test_a_mask_after_softmax_with_a_guarded_division_is_named(extra):
     assert cause.family == "mask after softmax" and f"their sum plus {extra:.4g}" in cause.name
 
 
+@pytest.mark.long
 def test_queries_are_spelled_in_the_plural():
     def narrow(q, k, v, window=(-1, -1)):
         """window: (before, after), keys with i - before <= j <= i + after."""
