@@ -440,9 +440,10 @@ def test_numbers_past_any_position_count_as_what_they_come_to(pattern, dense):
 
 def test_numbers_of_a_word_may_be_of_numpy():
     made = window(np.int64(3), after=np.int32(2)) | dilated(np.uint8(4), 2)
-    assert made == (window(3, after=2) | dilated(4, 2)) and hash(made) == hash(window(3, after=2) | dilated(4, 2))
+    assert made == (window(3, after=2) | dilated(4, 2)) and hash(made) == hash(
+        window(3, after=2) | dilated(4, 2)
+    )
     assert Pattern.from_json(made.json()) == made and made.count(100) == int(made.allowed(100).sum())
-
 
 
 @pytest.mark.compiled  # without the shape checker, which would refuse these first
