@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")  # the kernels are written in it
 from launch_model import LaunchError, check_backward, check_forward
-from modeled_gpu import Case
+from modeled_gpu import Case, modeled_gpu
 from regard.engine.cuda import launches
 from regard.engine.cuda.hopper import launches as hopper
 from regard.engine.cuda.hopper.launches import forward as forward_launches
@@ -152,6 +152,10 @@ NAMED = {
     "chained passes, forward too": (
         WIDE_CHAINED, ["forward ACCUMULATES CHAINED"], ["dq ACCUMULATES CHAINED", "dkv ACCUMULATES CHAINED"]
     ),
+    "chained passes, many tiles of a program": (
+        replace(WIDE_CHAINED, programs=4), ["forward ACCUMULATES CHAINED"],
+        ["dq ACCUMULATES CHAINED", "dkv ACCUMULATES CHAINED"],
+    ),
     "global rows and others in one launch": (
         MIXED, ["forward SPLIT", "merge"], ["dq SPLIT", "dq LATE", "dkv", "sum"]
     ),
@@ -163,6 +167,13 @@ NAMED = {
 def test_named_calls_count_every_pair_once(name):
     case, *expected = NAMED[name]
     assert check(case) == expected
+
+
+def test_forward_passes_whose_rows_fit_into_the_cache_are_not_chained():
+    call = WIDE_CHAINED.call
+    with modeled_gpu(WIDE_CHAINED.programs), mock.patch.object(hopper, "CACHE", 4 * 2 * 1024 * 256):
+        _, program = launches.forward(call._replace(tensors=call.tensors[:3]))
+    assert len(program.launches) == 2 and program.workspace["counters"] == 0 and not program.zeroed
 
 
 @pytest.mark.long
