@@ -59,7 +59,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     task, parts, shape = call.task, 0, call.output.shape
     config: Any = task.configs.hopper_forward
     at_a_time = programs_at_a_time(config, call.device)
-    # In one launch, passes read q, k, v and o from the cache. Heads of 64 are 16 to 30 % slower by that.
+    # In one launch, passes read q, k, v and o from the cache. Heads of 64 are 16 to 34 % slower by that.
     worth = shape[3] > 64 and 4 * 2 * math.prod(shape) > CACHE
     route, launched, counters = launched_passes(call, config, False, worth)
     mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
