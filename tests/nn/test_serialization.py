@@ -159,9 +159,9 @@ def changed(name: str) -> torch.nn.Module:
 
 CHANGED = {
     "more": "this EncoderDecoder has 'decoder.blocks.0.adapter.weight', other than its declaration, so rg.load could "
-    "not read it; save the EncoderDecoder as it was built, or its state_dict() by torch.save",
+    "not read it; save the EncoderDecoder as it was built, or its state_dict() by safetensors",
     "fewer": "this EncoderDecoder lacks 'encoder.blocks.0.feed_forward.w_in.bias', other than its declaration, so "
-    "rg.load could not read it; save the EncoderDecoder as it was built, or its state_dict() by torch.save",
+    "rg.load could not read it; save the EncoderDecoder as it was built, or its state_dict() by safetensors",
     "other": "encoder.blocks.0.attention.w_o.weight has shape (9, 16) and by its declaration (16, 16), so rg.load "
     "could not read it; change the declaration, and build it again",
 }

@@ -372,9 +372,7 @@ def _arranged(table: Tensor, order: tuple[int, ...], products: int) -> tuple[Ten
     """A softmax as (b, h, n, m), by the order of its axes in a batch of matrix products."""
     if order == tuple(range(len(order))):
         return table, False
-    if (
-        order == (0, 2, 1) and products == table.shape[0]
-    ):  # b products with rows (n h): all heads share the values
+    if order == (0, 2, 1) and products == table.shape[0]:  # rows (n h): all heads share the values
         return table, True
     if order == (1, 2, 0) and products == table.shape[1] * table.shape[2]:  # the softmax is (n, b, h, m)
         return rearrange(table, "n b h m -> b h n m"), False

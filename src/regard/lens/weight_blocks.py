@@ -35,9 +35,7 @@ class WeightBlock:
     entropy: Float[Tensor, " r"]
     top: Float[Tensor, " r"]
     allowed: Float[Tensor, " r"]
-    counted: Bool[
-        Tensor, " r"
-    ]  # queries that are not padding, with an allowed key and weights that are not NaN
+    counted: Bool[Tensor, " r"]  # queries that are not padding and have weights, none of them NaN
     share: Float[Tensor, " r"]  # the factor from exp(scores) to weights: 1 / mass, 0 for a query not counted
 
     @property

@@ -104,7 +104,7 @@ def _require_declared_weights(model: nn.Module, declared: spec.Spec) -> None:
         have, kind = "has" if changed[0] in own else "lacks", type(model).__name__
         raise RegardError(
             f"this {kind} {have} {changed[0]!r}, other than its declaration, so rg.load could not read it; save "
-            f"the {kind} as it was built, or its state_dict() by torch.save"
+            f"the {kind} as it was built, or its state_dict() by safetensors"
         )
     for name, tensor in own.items():
         if tensor.shape != built[name].shape:

@@ -142,9 +142,7 @@ CPU: dict[str, Needs] = {
     **dict.fromkeys(LOSSES, lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes),
     "_safe_softmax": _safe_softmax,
     "logsumexp": lambda args, outs: args[0].nbytes + outs[0].nbytes,  # exp(x − maximum), and the maxima
-    "kthvalue": lambda args, outs: (
-        args[0].nbytes + 8 * args[0].numel()
-    ),  # copies of the values and their positions
+    "kthvalue": lambda args, outs: args[0].nbytes + 8 * args[0].numel(),  # copies of values and positions
     **dict.fromkeys(CAST.split(), _cast),
     **dict.fromkeys((*SOFTMAX, "native_layer_norm", "native_layer_norm_backward"), _copies),
     **dict.fromkeys(("abs", "angle"), lambda args, outs: args[0].is_complex() * args[0].nbytes),

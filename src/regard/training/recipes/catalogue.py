@@ -325,9 +325,7 @@ def recipe(name: str, **parameters: Any) -> Recipe:
             f"recipe {name!r} needs {required[0]}=, a file of label<TAB>text lines; on the command line: "
             f"regard train {name} --data FILE.tsv"
         )
-    if (
-        "steps" in parameters and "minutes" in known
-    ):  # the time that a recipe takes by default would override them
+    if "steps" in parameters and "minutes" in known:  # the default time of a recipe would override them
         parameters.setdefault("minutes", None)
     return RECIPES[name](**parameters)
 

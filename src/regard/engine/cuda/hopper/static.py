@@ -185,11 +185,11 @@ def hide(scores, bits, marks):
     if (marks & TESTED) != 0:
         word = each(bits, scores)
         if gl.num_warps() == 4:
-            return gl.inline_asm_elementwise(HIDE_32, OF_32, [scores, word], gl.float32, True, 32)
+            scores = gl.inline_asm_elementwise(HIDE_32, OF_32, [scores, word], gl.float32, True, 32)
         else:  # the second warpgroup has the last 32 columns
             c = gl.arange(0, 64, layout=gl.SliceLayout(0, scores.type.layout))[None, :]
             word = word >> ((c & 32) >> 1)
-            return gl.inline_asm_elementwise(HIDE_16, OF_16, [scores, word], gl.float32, True, 16)
+            scores = gl.inline_asm_elementwise(HIDE_16, OF_16, [scores, word], gl.float32, True, 16)
     return scores
 
 
