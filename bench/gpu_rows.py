@@ -115,6 +115,18 @@ def cpu(fn, calls: int = 100) -> float:
     return 1e6 * took / calls
 
 
+def cpu_of_one(fn, calls: int = 30) -> float:
+    """The same of a call that finds the GPU idle, the median: of many back to back, the CPU would wait once the queue
+    of launches (1,024) is full."""
+    times = []
+    for _ in range(calls + 5):
+        torch.cuda.synchronize()
+        begin = perf_counter()
+        fn()
+        times.append(perf_counter() - begin)
+    return 1e6 * median(times[5:])
+
+
 def both(attend, q, k, v, do, *more):
     inputs = [*(x.detach().requires_grad_() for x in (q, k, v)), *more]
     return lambda: torch.autograd.grad(attend(*inputs[:3]), inputs, do)
@@ -290,8 +302,8 @@ def host_row(out: list, n: int, d: int, heads: int, batch: int) -> None:
         def gradients(count, chain=chain, first=first, others=others):
             return torch.autograd.grad(chain(count), [first, *others[: 2 * count]], do)
 
-        forward = [cpu(partial(chain, count), 20) for count in (1, CHAIN)]
-        both = [cpu(partial(gradients, count), 20) for count in (1, CHAIN)]
+        forward = [cpu_of_one(partial(chain, count)) for count in (1, CHAIN)]
+        both = [cpu_of_one(partial(gradients, count)) for count in (1, CHAIN)]
         row[f"{name}_forward_with_grad_us"] = forward[0]
         row[f"{name}_pass_us"] = both[0] - forward[0]
         row[f"{name}_backward_us"] = (both[1] - both[0] - forward[1] + forward[0]) / (CHAIN - 1)

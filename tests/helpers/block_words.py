@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 R = 64  # members of a tile, columns of a block
-MASK = 128  # words of a mask, one for each thread; if tiles are boxes, R members follow
+MASK = 128  # words of a mask, one for each thread; if tiles are boxes, lists of R members follow the masks
 ROW, COLUMN = np.arange(R)[:, None], np.arange(R)
 
 
@@ -13,7 +13,7 @@ def columns_of(words: np.ndarray, S: Any, masks: np.ndarray) -> np.ndarray:
     """The member in each column of a block, −1 in empty ones."""
     a, b, c1, a1, b1, c2, a2, b2, end = words[:9]
     if S.spread is not None:
-        found = a + masks[end >> 8, MASK:]
+        found = a + masks[b : b + R]
     else:
         found = a + b * COLUMN
         if S.SEGMENTS > 1:
@@ -27,5 +27,5 @@ def counted_pairs(words: np.ndarray, masks: np.ndarray) -> np.ndarray:
     """Which pairs of a member of the tile and a column are counted."""
     if not words[9] & 1:
         return np.ones((R, R), dtype=bool)
-    word = masks[words[8] >> 8, :MASK][ROW // 16 * 32 + ROW % 8 * 4 + COLUMN % 8 // 2]
+    word = masks.ravel()[(words[8] >> 8) * MASK + ROW // 16 * 32 + ROW % 8 * 4 + COLUMN % 8 // 2]
     return word >> (COLUMN // 8 * 4 + ROW % 16 // 8 * 2 + COLUMN % 2) & 1 == 1

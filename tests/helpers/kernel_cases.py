@@ -316,6 +316,8 @@ def _on_gpu() -> Iterator[Case]:
         "image": neighborhood((32, 48), (7, 5)),
         "image with steps": neighborhood((48, 32), 5, step=2, border="shifted"),
         "video": neighborhood((8, 16, 16), (3, 5, 5), causal=(True, False, False)),
+        "image of odd sizes": neighborhood((37, 53), (9, 13), border="shifted"),
+        "video with a large kernel": neighborhood((9, 14, 23), (5, 11, 12), border="shifted"),
     }
     for (name, pattern), (d, h_kv) in product(grids.items(), ((64, 2), (128, 4), (96, 4), (256, 4))):
         shape = {"n": pattern.size, "m": pattern.size, "d_k": d, "d_v": d, "b": 2, "h": 4, "h_kv": h_kv}

@@ -267,9 +267,10 @@ class TileKernel:
 
     def members(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The members of a block's tile, and which of them are written."""
-        x = words[10] + (words[11] * A if self.S.spread is None else self.S.spread(A))
+        x = words[10] + (words[11] * A if self.S.spread is None else self.S.spread(A, words[11]))
         position = x if self.by_keys else self.given["start"] + self.given["step"] * x
-        return x, ((words[9] >> 8 & 255) > A) & kept(self.S.keep, position)
+        owned = True if self.S.owned is None else self.S.owned(A, words[11])
+        return x, ((words[9] >> 8 & 255) > A) & kept(self.S.keep, position) & owned
 
     def rows(self, names: list[str], b: int, h: int, x: np.ndarray) -> np.ndarray:
         """Rows x of a head: the same of all these tensors."""

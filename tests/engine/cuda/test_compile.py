@@ -39,6 +39,7 @@ OTHER_CASES = [  # in `make long`
     ("hopper_dkv", CHAINED, 128),
     ("hopper_forward", neighborhood((128, 64), 7), 128),  # tiles that are boxes
     ("hopper_dq", neighborhood((128, 64), 7), 128),
+    ("hopper_dkv", neighborhood((61, 53), 7), 128),  # boxes that share members
     ("hopper_forward", SPARSE, 256),  # one buffer for values, so that two programs have room
     ("hopper_dq", SPARSE, 256),  # two warpgroups
     ("hopper_dkv", SPARSE, 256, 1),
@@ -106,7 +107,7 @@ def main():
 
     others = len(sys.argv) > 1
     for which, pattern, d, *nth in OTHER_CASES if others else CASES:
-        launches, config = launches_of(which, pattern, d)
+        launches, config = launches_of(which, pattern, d, getattr(pattern, "size", 8192))
         launch = launches[nth[0] if nth else 0]
         made = compiled(launch)
         found = {

@@ -130,6 +130,7 @@ CHAINED = Case(causal() & (window(64) | dilated(64, 8)), 1024, d=64, programs=66
 WIDE_CHAINED = replace(CHAINED, d=256)
 MIXED = Case(rows(128) | window(64), 1280, h=2, programs=264)
 BOXES = Case(neighborhood((40, 40), 31), 1600)  # of up to 23 blocks: tiles of more than 16 can be split
+ODD_BOXES = Case(neighborhood((13, 37), 5), 481, h=4, h_kv=2)  # which no box divides
 NAMED = {
     "heads of 256, split tiles": (
         WIDE, ["forward SPLIT", "forward LATE", "merge"], ["dq SPLIT", "dq LATE", "dkv SPLIT", "dkv ADDS", "sum"]
@@ -160,6 +161,7 @@ NAMED = {
         MIXED, ["forward SPLIT", "merge"], ["dq SPLIT", "dq LATE", "dkv", "sum"]
     ),
     "boxes": (BOXES, ["forward BOXES"], ["dq BOXES", "dkv BOXES"]),
+    "boxes that share members": (ODD_BOXES, ["forward BOXES"], ["dq BOXES", "dkv BOXES"]),
 }  # fmt: skip
 
 
@@ -178,7 +180,7 @@ def test_forward_passes_whose_rows_fit_into_the_cache_are_not_chained():
 
 @pytest.mark.long
 @pytest.mark.parametrize("border", ["clipped", "shifted"])
-@pytest.mark.parametrize("shape", [(16, 16), (8, 8, 16), (32, 32), (24, 32), (256,)])
+@pytest.mark.parametrize("shape", [(16, 16), (8, 8, 16), (32, 32), (24, 32), (256,), (23, 37), (6, 11, 13)])
 def test_grids_count_every_pair_once(shape, border):
     for size in range(3, min(*shape, 12), 2):
         for step in (1, 2) if size * 2 < min(shape) else (1,):
@@ -279,7 +281,15 @@ def launch_without_cooperation(*arguments, **given):
 FAULTS = {
     "boxes are split": (
         BOXES, [(hopper, "hopper_passes", boxes_by_length)],
-        "merge_kernel writes a row of o that is written",
+        "merge_kernel writes a row of o twice",
+    ),
+    "a query belongs to two boxes": (
+        ODD_BOXES, changed("hopper_forward", owned=None),
+        "hopper_forward writes a row of o that is written",
+    ),
+    "a key belongs to two boxes": (
+        ODD_BOXES, changed("hopper_dkv", owned=None),
+        "hopper_dkv writes a row of dk or dv that is written",
     ),
     "a sum forgets earlier results": (
         KEYS_CONTINUED, changed("sum_kernel", ACCUMULATES=False),

@@ -8,7 +8,7 @@ once, by the program that sums it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -136,10 +136,12 @@ AT_A_TIME = 1024  # masks that are computed at a time: 17 MB of bits
 @dataclass(frozen=True, eq=False)
 class Masks:
     """The masks of the blocks of a schedule. Word 8 of a block: its number of members + 256 × the number of its mask,
-    of which the first allows no pair. If tiles are boxes, a mask is followed by the keys of the block."""
+    of which the first allows no pair. If tiles are boxes, lists of members follow; word 1 of a block: where its list
+    begins."""
 
-    words: Tensor  # (x, MASK) or (x, LIST)
+    words: Tensor  # (x, MASK); boxes: flat
     spread: str | None = None  # boxes: source code of the distance of member a of a tile from the first one
+    owned: str | None = None  # … of whether it belongs to this tile, by word 11 of a block; None: all do
     pairs: int = 0  # boxes: the number of pairs that are computed
 
 
@@ -205,14 +207,24 @@ def _bits(allowed: Tensor) -> Tensor:
 
 
 # Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
-# of 4 × 16 pixels has 10 × 22. Such keys are not a few progressions, so they are listed (as offsets from the first
-# query of the tile), and every block is tested. All tiles at the same distances from the edges share their lists.
+# of 4 × 16 pixels has 10 × 22. Such keys are not a few progressions, so they are listed, as offsets from the first
+# one of a block: those that all queries of the tile may attend to come first, and their blocks need no mask.
 
-MAX_LISTS = 1 << 14  # for all kinds of tiles together: 12 MiB
-LIST = MASK + MEMBERS  # words: a mask, then keys
+MAX_LISTS = 1 << 18  # blocks, of one tile of each kind; about one in eight of their lists is new
+EVERY_QUERY = ~np.uint64(0)
 
 
-Along = tuple[Ints, list[tuple[Ints, NDArray[np.bool_]]]]  # what `_kinds` returns for one axis
+class Cut(NamedTuple):
+    """An axis, cut into intervals of a power of two. The last one may begin earlier, so that it ends with the axis.
+
+    The partners of a coordinate are the keys of a query, or the queries of a key.
+    """
+
+    first: Ints  # of each interval, its first coordinate
+    shared: Ints  # how many of its coordinates are also in the interval before it, to which they belong
+    partner: Ints  # the first partner of its coordinates
+    kind: Ints
+    kinds: list[tuple[Ints, Table]]  # the partners as offsets from the first one; which coordinate has which
 
 
 def in_boxes(place: Place, by_keys: bool, device: torch.device) -> DevicePasses | None:
@@ -226,93 +238,107 @@ def in_boxes(place: Place, by_keys: bool, device: torch.device) -> DevicePasses 
 
 @lru_cache(maxsize=64)
 def _boxes(grid: neighborhood, by_keys: bool, below: int, device: torch.device) -> Schedule | None:
-    """Queries, or keys, in the boxes with the fewest blocks; None if these are not fewer than `below`, or if no box
-    of 64 members whose sides are powers of two divides the grid."""
-    powers = [[s for s in (1, 2, 4, 8, 16, 32, 64) if length % s == 0] for length in grid.grid]
-    sides = [box for box in product(*powers) if prod(box) == MEMBERS]
-    cuts = [[_kinds(axis, side, by_keys) for axis, side in zip(grid.axes, box)] for box in sides]
-    counts = [_count(along) for along in cuts]
-    best = min(range(len(cuts)), key=counts.__getitem__, default=None)
-    if best is None or counts[best] >= below or _count(cuts[best], once=True) > MAX_LISTS:
+    """Queries, or keys, in the boxes of 64 members that have the fewest blocks; None if these are not fewer than
+    `below`, or if the grid is smaller than any such box."""
+    sides = [[s for s in (1, 2, 4, 8, 16, 32, 64) if s <= length] for length in grid.grid]
+    cuts = [{s: _intervals(axis, s, by_keys) for s in of_axis} for axis, of_axis in zip(grid.axes, sides)]
+    boxes = {box: [cut[s] for cut, s in zip(cuts, box)] for box in product(*sides) if prod(box) == MEMBERS}
+    best = min(boxes, key=lambda box: _count(boxes[box]), default=None)
+    if best is None or _count(boxes[best]) >= below or _count(boxes[best], once=True) > MAX_LISTS:
         return None
-    return _schedule(grid, sides[best], cuts[best], device)
+    return _schedule(grid, best, boxes[best], device)
 
 
-def _count(along: list[Along], once: bool = False) -> int:
+def _count(cuts: list[Cut], once: bool = False) -> int:
     """The number of blocks of all tiles; once: of one tile of each kind."""
-    keys = np.ones((), dtype=np.int64)
-    for kind, found in along:
-        sizes = np.array([len(x) for x, _ in found])
-        keys = np.multiply.outer(keys, sizes if once else sizes[kind])
-    return int((-(-keys // MEMBERS)).sum())
+    keys = tiles = np.ones(1, dtype=np.int64)
+    for cut in cuts:
+        size = np.array([len(partners) for partners, _ in cut.kinds])
+        many = np.ones_like(size) if once else np.bincount(cut.kind)
+        keys, tiles = np.multiply.outer(keys, size), np.multiply.outer(tiles, many)
+    return int((-(-keys // MEMBERS) * tiles).sum())
 
 
-def _kinds(axis: Axis, side: int, by_keys: bool) -> Along:
-    """For every `side` queries along an axis, their kind; for each kind, the keys as offsets from its first query,
-    and which query may attend to which key. by_keys: the same with queries and keys exchanged."""
-    x = np.arange(axis.length)
-    meet = axis.allows(x[:, None], x)
-    allowed = meet.T if by_keys else meet
-    kinds: dict[tuple[bytes, bytes], int] = {}
-    found: list[tuple[Ints, NDArray[np.bool_]]] = []
-    of: list[int] = []
-    for first in range(0, axis.length, side):
-        rows = allowed[first : first + side]
-        keys = np.flatnonzero(rows.any(0))
-        rows = rows[:, keys]
-        name = (keys - first).tobytes(), rows.tobytes()
-        if name not in kinds:
-            kinds[name] = len(found)
-            found.append((keys - first, rows))
-        of.append(kinds[name])
-    return np.array(of), found
+def _intervals(axis: Axis, side: int, by_keys: bool) -> Cut:
+    whole, (low, high) = np.arange(0, axis.length, side), axis.ends(by_keys)
+    first = np.minimum(whole, axis.length - side)
+    found: dict[tuple[bytes, bytes], int] = {}
+    kinds: list[tuple[Ints, Table]] = []
+    partner, kind = [], []
+    for begin in first:
+        own = np.arange(begin, begin + side)[:, None]
+        others = np.arange(low[own].min(), high[own].max() + 1)
+        meet = axis.allows(others, own) if by_keys else axis.allows(own, others)
+        partners, meet = others[meet.any(0)], meet[:, meet.any(0)]
+        name = (partners - partners[0]).tobytes(), meet.tobytes()
+        if name not in found:
+            found[name] = len(kinds)
+            kinds.append((partners - partners[0], meet))
+        partner.append(partners[0])
+        kind.append(found[name])
+    return Cut(first, whole - first, np.array(partner), np.array(kind), kinds)
 
 
-def _lists(along: list[tuple[Ints, NDArray[np.bool_]]], strides: list[int]) -> list[tuple[Ints, int]]:
-    """The blocks of one kind of tile: for each, its words and its number of keys."""
-    keys, allowed = np.zeros(1, dtype=np.int64), np.ones((1, 1), dtype=bool)
-    for (steps, rows), stride in zip(along, strides):
-        keys = np.add.outer(keys, steps * stride).ravel()
-        allowed = np.kron(allowed, rows)
-    made = []
-    for at in range(0, len(keys), MEMBERS):
-        here, pairs = keys[at : at + MEMBERS], np.zeros((1, MEMBERS, MEMBERS), dtype=bool)
-        pairs[0, :, : len(here)] = allowed[:, at : at + MEMBERS]
-        bits = _bits(torch.from_numpy(pairs))[0].numpy()
-        made.append((np.concatenate([bits, np.resize(here, MEMBERS)]), len(here)))
-    return made
+def _columns(along: list[tuple[Ints, Table]], strides: list[int]) -> tuple[Ints, Ints]:
+    """The keys of one kind of tile, in blocks, −1 behind the last; and for each, one bit per query of the tile."""
+    keys, allowed = np.zeros(1, dtype=np.int64), np.array([EVERY_QUERY])
+    for at, (partners, meet) in enumerate(along):
+        inner = prod(len(rows) for _, rows in along[at + 1 :])
+        queries = np.tile(np.repeat(meet, inner, axis=0), (MEMBERS // (inner * len(meet)), 1))
+        bits = np.packbits(queries, axis=0, bitorder="little").T.copy().view("<u8").ravel()
+        keys = np.add.outer(keys, partners * strides[at]).ravel()
+        allowed = np.bitwise_and.outer(allowed, bits).ravel()
+    order, rest = np.argsort(allowed != EVERY_QUERY, kind="stable"), (0, -len(keys) % MEMBERS)
+    keys = np.pad(keys[order], rest, constant_values=EMPTY_PLACE)
+    return keys.reshape(-1, MEMBERS), np.pad(allowed[order], rest).reshape(-1, MEMBERS)
 
 
-def _schedule(grid: neighborhood, box: tuple[int, ...], along: list[Along], device: torch.device) -> Schedule:
+def _schedule(grid: neighborhood, box: tuple[int, ...], cuts: list[Cut], device: torch.device) -> Schedule:
     strides = [prod(grid.grid[at + 1 :]) for at in range(len(box))]
-    words = [np.zeros(LIST, dtype=np.int64)]  # no pair
-    # For each kind of tile, its lists and the number of keys of each.
-    known: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    # For each block: the first query of its tile, its list, its number of keys, and whether it begins the tile.
-    rows: list[tuple[int, int, int, int]] = []
-    for place in product(*(range(len(kind)) for kind, _ in along)):
-        kinds = tuple(int(kind[x]) for (kind, _), x in zip(along, place))
-        if kinds not in known:
-            made = _lists([found[x] for (_, found), x in zip(along, kinds)], strides)
-            known[kinds] = [(len(words) + at, count) for at, (_, count) in enumerate(made)]
-            words += [x for x, _ in made]
-        first = sum(x * side * stride for x, side, stride in zip(place, box, strides))
-        rows += [(first, nth, count, at == 0) for at, (nth, count) in enumerate(known[kinds])]
-    first_query, nth, count, begins = np.array(rows).T
-    blocks = np.zeros((len(rows), WIDTH), dtype=np.int64)
-    blocks[:, [0, 8, 10]], blocks[:, 11] = np.column_stack([first_query, count + 256 * nth, first_query]), 1
-    blocks[:, 9] = TESTED + BEGINS * begins + 256 * MEMBERS
-    shifts = np.cumsum([0, *(side.bit_length() - 1 for side in reversed(box))])
-    spread = [
-        f"((a >> {x}) & {side - 1}) * {stride}" for x, side, stride in zip(shifts, box[::-1], strides[::-1])
-    ]
 
-    def to_device(rows: Any) -> Tensor:
-        return torch.from_numpy(np.array(rows, dtype=np.int32)).to(device)
+    def of_tiles(along: Any) -> Ints:
+        """The sum of a number per interval of each axis, for every tile."""
+        return reduce(np.add.outer, along).ravel()
+
+    radix = [prod(len(cut.kinds) for cut in cuts[at + 1 :]) for at in range(len(box))]
+    distinct, kind = np.unique(of_tiles(cut.kind * x for cut, x in zip(cuts, radix)), return_inverse=True)
+    of_axes = zip(*np.unravel_index(distinct, [len(cut.kinds) for cut in cuts]))
+    made = [_columns([cut.kinds[x] for cut, x in zip(cuts, kinds)], strides) for kinds in of_axes]
+    size = np.array([len(keys) for keys, _ in made])
+    keys, allowed = (np.concatenate(x) for x in zip(*made))
+    held = (keys != EMPTY_PLACE).sum(1)
+    lists, nth_list = _distinct(np.where(keys == EMPTY_PLACE, 0, keys - keys[:, :1]))
+    tested: Table = (allowed != EVERY_QUERY).any(1)
+    masks, nth_mask = _distinct(allowed[tested].view(np.int64))
+    pairs = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").reshape(-1, MEMBERS, MEMBERS)
+    bits = _bits(torch.from_numpy(pairs.swapaxes(1, 2).copy()))
+    words = np.concatenate([np.zeros(MASK, dtype=np.int64), bits.numpy().ravel(), lists.ravel()])
+
+    per_tile = size[kind]
+    ends = np.cumsum(per_tile)
+    tile = np.repeat(np.arange(len(kind)), per_tile)
+    nth = np.arange(ends[-1]) - (ends - per_tile)[tile]
+    at = (np.cumsum(size) - size)[kind[tile]] + nth  # in `keys`
+    mask = np.zeros(len(tested), dtype=np.int64)
+    mask[tested] = 1 + nth_mask
+    blocks = np.zeros((len(tile), WIDTH), dtype=np.int64)
+    blocks[:, 0] = of_tiles(cut.partner * x for cut, x in zip(cuts, strides))[tile] + keys[at, 0]
+    blocks[:, 1] = (MASK * (1 + len(masks)) + MEMBERS * nth_list)[at]
+    blocks[:, 8] = (held + 256 * mask)[at]
+    blocks[:, 9] = TESTED * tested[at] + BEGINS * (nth == 0) + 256 * MEMBERS
+    blocks[:, 10] = of_tiles(cut.first * x for cut, x in zip(cuts, strides))[tile]
+    blocks[:, 11] = of_tiles(cut.shared << 6 * at for at, cut in enumerate(cuts))[tile]
+    shifts = np.cumsum([0, *(side.bit_length() - 1 for side in box[:0:-1])])[::-1]
+    along = [f"((a >> {x}) & {side - 1})" for x, side in zip(shifts, box)]
+    spread = " + ".join(f"{x} * {stride}" for x, stride in zip(along, strides))
+    owned = [f"({x} >= ((hop >> {6 * at}) & 63))" for at, x in enumerate(along) if cuts[at].shared.any()]
+
+    def to_device(rows: Ints) -> Tensor:
+        return torch.from_numpy(rows.astype(np.int32)).to(device)
 
     none = torch.zeros((0, ITEM), dtype=torch.int32, device=device)
+    found = Masks(to_device(words), spread, " & ".join(owned) or None, MEMBERS * int(held[at].sum()))
     return Schedule(
         pattern=full(), items=none, blocks=to_device(blocks), joins=none, segments=2, ragged=True, slots=0,
-        ends=np.append(np.flatnonzero(begins)[1:], len(rows)),
-        masks=Masks(to_device(words), " + ".join(spread), MEMBERS * int(count.sum())),
+        ends=ends, masks=found,
     )  # fmt: skip

@@ -91,7 +91,7 @@ def split_work(
             table[:, 0].astype(np.int64), work.ends, per_tile, k, group
         ).T
     else:
-        if not work.ordered and (table[:, 11] > 1).any():
+        if not work.ordered and work.masks.spread is None and (table[:, 11] > 1).any():
             program_of = _in_rounds(size, k, dynamic_share, multiple, backwards)
         else:
             order = np.arange(len(size)) if work.ordered else np.argsort(-size, kind="stable")

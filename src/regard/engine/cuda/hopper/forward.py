@@ -10,8 +10,6 @@ Shared memory holds one block of keys and two of values; for heads of 256 one of
 
 from .static import (
     BEGINS,
-    LIST,
-    MASK,
     WORDS,
     awaited,
     barrier,
@@ -72,7 +70,7 @@ def _keys(row, c, MASKS, S: gl.constexpr):
     a, b, c1, a1, b1, c2, a2, b2, end, _, _ = row
     j = a + b * c
     if S.spread is not None:
-        j = a + gl.load(MASKS + (end >> 8) * LIST + MASK + c)
+        j = a + gl.load(MASKS + b + c)
     elif S.SEGMENTS > 1:
         j = gl.where(c < c1, j, a1 + b1 * c)
         if S.SEGMENTS > 2:
@@ -157,6 +155,8 @@ def _mine(first, hop, count, start, step, LAYOUT: gl.constexpr, S: gl.constexpr)
     a = gl.arange(0, S.R, layout=LAYOUT)
     x = member(first, hop, a, S)
     mine = a < count
+    if S.owned is not None:
+        mine = mine & S.owned(a, hop)
     if S.keep is not None:
         mine = mine & S.keep(start + step * x, start + step * x)
     return x, mine

@@ -49,8 +49,9 @@ class Static(NamedTuple):
     adds: Any = None  # … of the keys that this selects
     LATE: bool = False  # forward, dq: it starts at once, and may not end before the previous kernel
     CHAINED: bool = False  # of several passes: the words of a block say what its tile waits for
-    # If tiles are boxes and blocks are lists: a → the distance of member a of a tile from its first member.
+    # If tiles are boxes and blocks are lists: (a, hop) → the distance of member a of a tile from its first member.
     spread: Any = None
+    owned: Any = None  # … and (a, hop) → whether it belongs to the tile; None: all members do
 
 
 def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
@@ -71,9 +72,11 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
     )
     sizes = [config.tile, width, d, work.segments]
     made = Static(*[keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
-    text = work.masks.spread
-    spread = None if text is None else function("spread", "a", text, gluon.jit, {"gl": gl})
-    return made._replace(CHAINED=work.chained, spread=spread)
+    spread, owned = (
+        None if text is None else function(name, "a, hop", text, gluon.jit, {"gl": gl})
+        for name, text in (("spread", work.masks.spread), ("owned", work.masks.owned))
+    )
+    return made._replace(CHAINED=work.chained, spread=spread, owned=owned)
 
 
 @lru_cache(maxsize=1024)
@@ -149,17 +152,17 @@ def scores_of(a, b, zero, S: gl.constexpr):
 
 
 # Which pairs of a block are allowed (see tile_lists.py). A block that has to be tested has a mask: one bit for each
-# of the 32 pairs of a thread. If the tile is a box, the keys of the block follow.
+# of the 32 pairs of a thread.
 
 BEGINS, TESTED = gl.constexpr(8), gl.constexpr(1)  # marks of a block, see schedule.py
-MASK, LIST = gl.constexpr(128), gl.constexpr(128 + 64)  # words
+MASK = gl.constexpr(128)  # words
 
 
 @gluon.jit
 def member(first, hop, a, S: gl.constexpr):
     """Member a of a tile."""
     if S.spread is not None:
-        return first + S.spread(a)
+        return first + S.spread(a, hop)
     else:
         return first + hop * a
 
@@ -173,7 +176,7 @@ def bits_of(mask, MASKS, marks, like, S: gl.constexpr):
     y = like.reshape([64, 8, 4, 2])
     a = gl.arange(0, 32, layout=gl.SliceLayout(1, S.BITS))[:, None]
     b = gl.arange(0, 4, layout=gl.SliceLayout(0, S.BITS))[None, :]
-    at = MASKS + mask * (MASK if S.spread is None else LIST)
+    at = MASKS + mask * MASK
     word = gl.load(at + 4 * a + b, mask=(a >= 0) & ((marks & TESTED) != 0), other=0).reshape([4, 8, 4])
     both = gl.join(word, word).permute((0, 3, 1, 2)).reshape([64, 4])
     return gl.convert_layout(both, gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout)), assert_trivial=True)
