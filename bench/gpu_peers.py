@@ -53,6 +53,11 @@ NATTEN = [  # those of which NATTEN's documentation has times on an H100: FLUX, 
     rg.neighborhood((256, 256), 80, border="shifted"),
     rg.neighborhood((30, 48, 80), (18, 24, 24), border="shifted"),
 ]
+ODD = [  # no box of 64 queries divides them; the first is a video of Wan 2.1
+    rg.neighborhood((21, 45, 80), (7, 15, 15), border="shifted"),
+    rg.neighborhood((127, 127), 13, border="shifted"),
+    rg.neighborhood((13, 30, 45), (5, 9, 9)),
+]
 ROWS = [  # pattern, n, width, heads, batch
     *((p, n, 128, 16, 1) for p, n in FIRST + SECOND),
     *((p, n, 64, 16, 1) for p, n in FIRST),
@@ -62,6 +67,7 @@ ROWS = [  # pattern, n, width, heads, batch
     *((p, n, 64, 16, 1) for p, n in SECOND),
     *((g, g.size, 64, 16, 1) for g in GRIDS),
     *((g, g.size, 128, 24, 1) for g in NATTEN),
+    *((g, g.size, 128, 12, 1) for g in ODD),
 ]
 ROUNDS = 3
 LONG = 5.0  # milliseconds from which on the launches hide what the CPU does: no graph is measured
