@@ -317,6 +317,7 @@ def _on_gpu() -> Iterator[Case]:
         "image with steps": neighborhood((48, 32), 5, step=2, border="shifted"),
         "video": neighborhood((8, 16, 16), (3, 5, 5), causal=(True, False, False)),
         "image of odd sizes": neighborhood((37, 53), (9, 13), border="shifted"),
+        "image in boxes of 7 × 7": neighborhood((56, 56), 7, step=8, border="shifted"),
         "video with a large kernel": neighborhood((9, 14, 23), (5, 11, 12), border="shifted"),
     }
     for (name, pattern), (d, h_kv) in product(grids.items(), ((64, 2), (128, 4), (96, 4), (256, 4))):

@@ -3,6 +3,7 @@ before it is written, and no launch starts too early. (Numbers are the subject o
 
 import math
 import random
+import random
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
@@ -186,6 +187,28 @@ def test_grids_count_every_pair_once(shape, border):
         for step in (1, 2) if size * 2 < min(shape) else (1,):
             pattern = neighborhood(shape, size, step=step, border=border)
             check(Case(pattern, math.prod(shape), h=2, programs=1))
+
+
+def random_grid(rng):
+    """Any lengths and kernels, dilation, border and causal axes; at most 1,000 positions."""
+    while True:
+        shape = [
+            rng.randint(2, {1: 900, 2: 40, 3: 13}[axes])
+            for axes in [rng.choice([1, 2, 3])]
+            for _ in range(axes)
+        ]
+        if 64 < math.prod(shape) <= 1000:
+            break
+    step, border = [rng.choice([1, 1, 2, 3]) for _ in shape], rng.choice(["clipped", "shifted"])
+    kernel = [rng.randint(1, max(length // by, 1)) for length, by in zip(shape, step)]
+    step = [by if length >= by * size else 1 for length, by, size in zip(shape, step, kernel)]
+    return neighborhood(shape, kernel, step, border, [rng.random() < 0.2 for _ in shape])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_grids_count_every_pair_once(seed):
+    grid = random_grid(random.Random(seed))
+    check(Case(grid, grid.size, h=2, h_kv=1 + seed % 2, programs=(1, 66, 396)[seed % 3]))
 
 
 def test_forward_and_dq_share_their_tables_and_none_is_kept_twice():

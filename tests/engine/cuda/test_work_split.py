@@ -522,6 +522,8 @@ GRIDS = [
     neighborhood((4, 8, 8), 3, border="shifted", causal=(True, False, False)),
     neighborhood((13, 37), 5),  # no box divides it: the last one of an axis begins earlier
     neighborhood((29, 23), 5, step=(2, 1)),
+    neighborhood((40, 13), (7, 3), step=(3, 1), border="shifted"),  # boxes of queries with one residue
+    neighborhood((28, 28), 5, step=4, border="shifted"),  # boxes of 7 × 7 queries
     neighborhood((6, 11, 13), (3, 5, 5)),
     neighborhood((30, 46), (18, 24), border="shifted"),  # many blocks whose pairs are all allowed
 ]
@@ -549,10 +551,12 @@ def test_tiles_that_are_boxes_visit_every_pair_of_each_head_once(grid, by_keys):
     assert torch.equal(cut.masks, masks.words)
     for row in cut.blocks.numpy():
         allowed, count = counted_pairs(row, cut.masks.numpy()), row[8] & 255
-        assert not (allowed[:, count:].any() and row[9] & 1) and row[9] >> 8 & 255 == 64
+        assert not (allowed[:, count:].any() and row[9] & 1)
         of_member = {"a": a, "hop": row[11]}
         members = row[10] + eval(masks.spread, of_member)
-        owned = np.ones(64, dtype=bool) if masks.owned is None else eval(masks.owned, of_member)
+        owned = a < (row[9] >> 8 & 255)
+        if masks.owned is not None:
+            owned &= eval(masks.owned, of_member)
         keys = row[0] + cut.masks.numpy()[row[1] : row[1] + count]
         seen[np.ix_(members[owned], keys)] += allowed[owned, :count]
     pairs = grid.allowed(n).numpy()
@@ -586,7 +590,8 @@ def test_blocks_of_boxes_whose_pairs_are_all_allowed_are_not_tested(by_keys):
         (neighborhood((60, 64), 7), True),
         (neighborhood((61, 53), 7), True),  # the last box of an axis begins earlier
         (neighborhood((3, 5, 4), 3), False),  # it is smaller than any box of 64
-        (neighborhood((64, 64), 33, step=2), False),  # they would have more blocks than lines
+        (neighborhood((64, 64), 7, step=3), True),  # boxes of every third query
+        (neighborhood((64, 64), (1, 9)), False),  # they would have as many blocks as lines
         (window(64), False),
     ],
     ids=repr,

@@ -215,10 +215,9 @@ EVERY_QUERY = ~np.uint64(0)
 
 
 class Cut(NamedTuple):
-    """An axis, cut into intervals of a power of two. The last one may begin earlier, so that it ends with the axis.
-
-    The partners of a coordinate are the keys of a query, or the queries of a key.
-    """
+    """An axis, cut into intervals of as many coordinates, `step` apart; the last one of a residue class may begin
+    earlier, so that it ends with the axis. The partners of a coordinate are the keys of a query, or the queries of a
+    key."""
 
     first: Ints  # of each interval, its first coordinate
     shared: Ints  # how many of its coordinates are also in the interval before it, to which they belong
@@ -238,11 +237,11 @@ def in_boxes(place: Place, by_keys: bool, device: torch.device) -> DevicePasses 
 
 @lru_cache(maxsize=64)
 def _boxes(grid: neighborhood, by_keys: bool, below: int, device: torch.device) -> Schedule | None:
-    """Queries, or keys, in the boxes of 64 members that have the fewest blocks; None if these are not fewer than
-    `below`, or if the grid is smaller than any such box."""
-    sides = [[s for s in (1, 2, 4, 8, 16, 32, 64) if s <= length] for length in grid.grid]
-    cuts = [{s: _intervals(axis, s, by_keys) for s in of_axis} for axis, of_axis in zip(grid.axes, sides)]
-    boxes = {box: [cut[s] for cut, s in zip(cuts, box)] for box in product(*sides) if prod(box) == MEMBERS}
+    """Queries, or keys, in the boxes of 33 to 64 members that have the fewest blocks; None if these are not fewer
+    than `below`, or if the grid is smaller than any such box."""
+    cuts = [{s: _intervals(axis, s, by_keys) for s in _sides(axis)} for axis in grid.axes]
+    fit = (box for box in product(*cuts) if MEMBERS // 2 < prod(box) <= MEMBERS)
+    boxes = {box: [cut[s] for cut, s in zip(cuts, box)] for box in fit}
     best = min(boxes, key=lambda box: _count(boxes[box]), default=None)
     if best is None or _count(boxes[best]) >= below or _count(boxes[best], once=True) > MAX_LISTS:
         return None
@@ -259,15 +258,24 @@ def _count(cuts: list[Cut], once: bool = False) -> int:
     return int((-(-keys // MEMBERS) * tiles).sum())
 
 
+def _sides(axis: Axis) -> list[int]:
+    """The sizes of intervals to try: powers of two, and all that the shortest residue class has."""
+    most = max(axis.length // axis.step, 1)
+    return sorted({min(1 << x, most) for x in range(7)})
+
+
 def _intervals(axis: Axis, side: int, by_keys: bool) -> Cut:
-    whole, (low, high) = np.arange(0, axis.length, side), axis.ends(by_keys)
-    first = np.minimum(whole, axis.length - side)
+    (low, high), step = axis.ends(by_keys), axis.step
+    classes = [np.arange(residue, axis.length, step) for residue in range(min(step, axis.length))]
+    whole = [np.arange(0, len(x), side) for x in classes]
+    begins = [np.minimum(y, len(x) - side) for x, y in zip(classes, whole)]
+    first = np.concatenate([x[y] for x, y in zip(classes, begins)])
     found: dict[tuple[bytes, bytes], int] = {}
     kinds: list[tuple[Ints, Table]] = []
     partner, kind = [], []
     for begin in first:
-        own = np.arange(begin, begin + side)[:, None]
-        others = np.arange(low[own].min(), high[own].max() + 1)
+        own = begin + step * np.arange(side)[:, None]
+        others = np.arange(low[own].min(), high[own].max() + 1, step)
         meet = axis.allows(others, own) if by_keys else axis.allows(own, others)
         partners, meet = others[meet.any(0)], meet[:, meet.any(0)]
         name = (partners - partners[0]).tobytes(), meet.tobytes()
@@ -276,15 +284,17 @@ def _intervals(axis: Axis, side: int, by_keys: bool) -> Cut:
             kinds.append((partners - partners[0], meet))
         partner.append(partners[0])
         kind.append(found[name])
-    return Cut(first, whole - first, np.array(partner), np.array(kind), kinds)
+    shared = np.concatenate(whole) - np.concatenate(begins)
+    return Cut(first, shared, np.array(partner), np.array(kind), kinds)
 
 
 def _columns(along: list[tuple[Ints, Table]], strides: list[int]) -> tuple[Ints, Ints]:
     """The keys of one kind of tile, in blocks, −1 behind the last; and for each, one bit per query of the tile."""
     keys, allowed = np.zeros(1, dtype=np.int64), np.array([EVERY_QUERY])
     for at, (partners, meet) in enumerate(along):
-        inner = prod(len(rows) for _, rows in along[at + 1 :])
-        queries = np.tile(np.repeat(meet, inner, axis=0), (MEMBERS // (inner * len(meet)), 1))
+        outer, inner = (prod(len(rows) for _, rows in x) for x in (along[:at], along[at + 1 :]))
+        queries = np.tile(np.repeat(meet, inner, axis=0), (outer, 1))
+        queries = np.pad(queries, ((0, MEMBERS - len(queries)), (0, 0)), constant_values=True)
         bits = np.packbits(queries, axis=0, bitorder="little").T.copy().view("<u8").ravel()
         keys = np.add.outer(keys, partners * strides[at]).ravel()
         allowed = np.bitwise_and.outer(allowed, bits).ravel()
@@ -325,12 +335,12 @@ def _schedule(grid: neighborhood, box: tuple[int, ...], cuts: list[Cut], device:
     blocks[:, 0] = of_tiles(cut.partner * x for cut, x in zip(cuts, strides))[tile] + keys[at, 0]
     blocks[:, 1] = (MASK * (1 + len(masks)) + MEMBERS * nth_list)[at]
     blocks[:, 8] = (held + 256 * mask)[at]
-    blocks[:, 9] = TESTED * tested[at] + BEGINS * (nth == 0) + 256 * MEMBERS
+    blocks[:, 9] = TESTED * tested[at] + BEGINS * (nth == 0) + 256 * prod(box)
     blocks[:, 10] = of_tiles(cut.first * x for cut, x in zip(cuts, strides))[tile]
     blocks[:, 11] = of_tiles(cut.shared << 6 * at for at, cut in enumerate(cuts))[tile]
-    shifts = np.cumsum([0, *(side.bit_length() - 1 for side in box[:0:-1])])[::-1]
-    along = [f"((a >> {x}) & {side - 1})" for x, side in zip(shifts, box)]
-    spread = " + ".join(f"{x} * {stride}" for x, stride in zip(along, strides))
+    along = [_coordinate(side, prod(box[at + 1 :])) for at, side in enumerate(box)]
+    apart = [stride * step for stride, step in zip(strides, grid.step)]
+    spread = " + ".join(f"{x} * {stride}" for x, stride in zip(along, apart))
     owned = [f"({x} >= ((hop >> {6 * at}) & 63))" for at, x in enumerate(along) if cuts[at].shared.any()]
 
     def to_device(rows: Ints) -> Tensor:
@@ -342,3 +352,10 @@ def _schedule(grid: neighborhood, box: tuple[int, ...], cuts: list[Cut], device:
         pattern=full(), items=none, blocks=to_device(blocks), joins=none, segments=2, ragged=True, slots=0,
         ends=ends, masks=found,
     )  # fmt: skip
+
+
+def _coordinate(side: int, inner: int) -> str:
+    """Source code of a coordinate of member a of a box: of `side` there are, each with `inner` members."""
+    if side & (side - 1) == inner & (inner - 1) == 0:
+        return f"((a >> {inner.bit_length() - 1}) & {side - 1})"
+    return f"((a // {inner}) % {side})"
