@@ -3,7 +3,6 @@ before it is written, and no launch starts too early. (Numbers are the subject o
 
 import math
 import random
-import random
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
