@@ -249,7 +249,9 @@ class TileKernel:
 
     def program(self, p: int) -> Iterator[None]:
         """One program, tile by tile; it yields where it has to wait."""
-        chunk, bh = divmod(p, self.given["all_heads"])
+        together = self.given["together"]
+        turn, nth = divmod(p, len(self.given["CHUNKS"]) * together)
+        chunk, bh = nth // together, turn * together + nth % together
         lo, hi, _, _, *words = self.given["CHUNKS"][chunk]
         blocks = self.given["BLOCKS"][lo:hi]
         self.require(words == blocks[0], "a chunk has other words than its first block")

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")  # the kernels are written in it
 from launch_model import LaunchError, check_backward, check_forward
 from modeled_gpu import Case, modeled_gpu
-from regard.engine.cuda import launches
+from regard.engine.cuda import launches, work_split
 from regard.engine.cuda.hopper import launches as hopper
 from regard.engine.cuda.hopper.launches import forward as forward_launches
 from regard.engine.cuda.hopper.launches import hopper_passes
@@ -176,6 +176,21 @@ def test_forward_passes_whose_rows_fit_into_the_cache_are_not_chained():
     with modeled_gpu(WIDE_CHAINED.programs), mock.patch.object(hopper, "CACHE", 4 * 2 * 1024 * 256):
         _, program = launches.forward(call._replace(tensors=call.tensors[:3]))
     assert len(program.launches) == 2 and program.workspace["counters"] == 0 and not program.zeroed
+
+
+@pytest.mark.parametrize("min_run", [1, 20, 10_000])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(causal(), 512, b=2, h=4, h_kv=2, programs=12),
+        Case(window(64) | rows(64), 512, b=3, h=2, programs=40),  # of which a pass has split tiles
+        replace(ODD_BOXES, b=3),
+    ],
+    ids=["grouped heads", "split tiles", "boxes"],
+)
+def test_heads_that_run_one_after_the_other_count_every_pair_once(case, min_run):
+    with mock.patch.object(work_split, "CACHE", 0), mock.patch.object(work_split, "MIN_RUN", min_run):
+        check(case)
 
 
 @pytest.mark.long

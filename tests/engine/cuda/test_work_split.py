@@ -701,3 +701,29 @@ def test_boxes_of_a_grid_are_not_split_and_its_lines_may_be(monkeypatch, grid, i
     steps = hopper.hopper_passes(call, config, by_keys).steps
     assert all((x.work.masks.spread is not None) == in_boxes for x in steps)
     assert any(x.work.slots > 0 for x in steps) == (not in_boxes)
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "expected"),
+    [
+        (2048, 16, 16),  # 16 MB: the rows of all heads fit into the cache
+        (16384, 16, 4),  # 134 MB; of one head 32,896 blocks, of which 396 programs have 83
+        (16384, 3, 3),  # 3 heads have one divisor below: too few blocks
+        (65536, 16, 1),
+    ],
+)
+def test_heads_whose_rows_exceed_the_cache_run_one_after_the_other_if_programs_stay_busy(n, heads, expected):
+    from regard.engine.cuda.call import contiguous
+    from regard.engine.cuda.work_split import heads_at_a_time
+
+    (step,) = masked(causal(), n).steps
+    assert heads_at_a_time(step.work, heads, contiguous(1, heads, n, 128), 396) == expected
+
+
+def test_heads_of_split_tiles_run_at_the_same_time():
+    from regard.engine.cuda.call import contiguous
+    from regard.engine.cuda.work_split import heads_at_a_time
+
+    (step,) = masked(causal(), 65536).steps
+    work = replace(step.work, slots=1)
+    assert heads_at_a_time(work, 16, contiguous(1, 16, 65536, 128), 396) == 16

@@ -9,6 +9,7 @@ its workers would compile and run every case.
 
 import importlib.util
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kernel_cases import EVERY_DTYPE, ON_GPU, complaints, outcomes
 from regard.engine.attention import _key
 from regard.engine.backends import PREPARED
 from regard.errors import ShapeError
-from regard.pattern import causal, every, window
+from regard.pattern import causal, every, neighborhood, rows, window
 from regard.position import ByDistance
 
 pytestmark = [
@@ -152,6 +153,29 @@ def test_dropout_drops_its_share_keeps_the_mean_and_samples_anew():
     again = rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="triton")
     assert torch.equal(first, again) and not torch.equal(first, second)
     assert abs(float(first.detach().double().mean()) - 1.0) < 0.01
+
+
+@THEIRS
+@pytest.mark.parametrize("pattern", [causal(), window(64) | rows(64), neighborhood((37, 57), 9)], ids=repr)
+def test_heads_that_run_one_after_the_other_give_the_same_bits(monkeypatch, pattern):
+    """As heads do whose rows exceed the cache, which takes more memory than a test should."""
+    from regard.engine.call import Options
+    from regard.engine.cuda import host, work_split
+    from regard.engine.cuda.call import task
+
+    n, d = 37 * 57, 64
+    q, k, v, do = (torch.randn(2, h, n, d, device="cuda", dtype=torch.bfloat16) for h in (6, 3, 3, 6))
+
+    def results():
+        own = replace(task(q, v, Options(pattern, 0, 1, d**-0.5)))  # prepared anew
+        o, lse = host.forward(q, k, v, own)
+        return o, lse, *host.backward((q, k, v, o, lse), (do, None), own)[:3]
+
+    expected = results()
+    monkeypatch.setattr(work_split, "CACHE", 0)
+    for min_run in (1, 5):
+        monkeypatch.setattr(work_split, "MIN_RUN", min_run)
+        assert all(torch.equal(x, y) for x, y in zip(results(), expected))
 
 
 @THEIRS

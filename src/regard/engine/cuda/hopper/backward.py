@@ -35,6 +35,7 @@ from .static import (
     hide,
     let_next,
     load_words,
+    place_of,
     read_words,
     scores_of,
     wait_for,
@@ -170,21 +171,21 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     return dq, lse2, delta, coming, ahead[8] >> 8, pending
 
 
-@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
+@gluon.jit(do_not_specialize=["heads", "all_heads", "together", "n", "start"])
 def hopper_dq(
     Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, PART, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
-    heads, all_heads, group, n, start, step, scale, scale2, S: gl.constexpr,
+    heads, all_heads, together, group, n, start, step, scale, scale2, S: gl.constexpr,
 ):  # fmt: skip
-    """Program p has chunk p // all_heads of one head."""
-    bh = gl.program_id(0) % all_heads
+    """A program has one chunk of one head (`place_of`)."""
+    bh, chunk = place_of(all_heads, together)
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, DO = Q + b * q_b + h * q_h, DO + b * do_b + h * do_h
     O, DQ = O + b * o_b + h * o_h, DQ + b * dq_b + h * dq_h
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
     begin = bh.to(gl.int64) * n
     LSE, DLSE, LSE2, DELTA = LSE + begin, DLSE + begin, LSE2 + begin, DELTA + begin
-    CHUNKS += 16 * (gl.program_id(0) // all_heads)
+    CHUNKS += 16 * chunk
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))
     if not S.LATE:
@@ -352,11 +353,11 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     return dk, dv, coming, ahead[8] >> 8, pending
 
 
-@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "joins", "of_heads", "m"])
+@gluon.jit(do_not_specialize=["heads", "all_heads", "together", "n", "joins", "of_heads", "m"])
 def hopper_dkv(
     Q, K, V, DO, LSE2, DELTA, DK, DV, PART, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m,
-    heads, all_heads, n, joins, of_heads, m, scale, scale2, S: gl.constexpr,
+    heads, all_heads, together, n, joins, of_heads, m, scale, scale2, S: gl.constexpr,
 ):  # fmt: skip
     """Tiles of R keys of one key head, blocks of R rows of one of its GROUP query heads.
 
@@ -364,13 +365,13 @@ def hopper_dkv(
     before it. The parts that it left in PART are those of the tiles in SLOTS, `joins` of each head.
     """
     ALL_K, ALL_V = DK, DV
-    bh = gl.program_id(0) % all_heads
+    bh, chunk = place_of(all_heads, together)
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, DO = Q + b * q_b + h * S.GROUP * q_h, DO + b * do_b + h * S.GROUP * do_h
     K, V = K + b * k_b + h * k_h, V + b * v_b + h * v_h
     DK, DV = DK + b * dk_b + h * dk_h, DV + b * dk_b + h * dk_h
     LSE2, DELTA = LSE2 + bh.to(gl.int64) * S.GROUP * n, DELTA + bh.to(gl.int64) * S.GROUP * n
-    CHUNKS += 16 * (gl.program_id(0) // all_heads)
+    CHUNKS += 16 * chunk
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     KIND: gl.constexpr = Q.dtype.element_ty

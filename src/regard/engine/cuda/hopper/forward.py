@@ -26,6 +26,7 @@ from .static import (
     let_next,
     load_words,
     member,
+    place_of,
     rescale_ptx,
     scores_of,
     wait_for,
@@ -319,19 +320,19 @@ def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
             _copy(qs, Q, x, q_n, S)
 
 
-@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
+@gluon.jit(do_not_specialize=["heads", "all_heads", "together", "n", "start"])
 def hopper_forward(
     Q, K, V, O, LSE, PART_O, PART_LSE, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    heads, all_heads, group, n, start, step, scale2, S: gl.constexpr,
+    heads, all_heads, together, group, n, start, step, scale2, S: gl.constexpr,
 ):  # fmt: skip
-    """Program p has chunk p // all_heads of one head. A pass that continues from an earlier one starts before that
+    """A program has one chunk of one head (`place_of`). A pass that continues from an earlier one starts before that
     has ended, and waits for it before reading its results. If passes are chained, PART_O holds their counters."""
-    bh = gl.program_id(0) % all_heads
+    bh, chunk = place_of(all_heads, together)
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
-    CHUNKS += 16 * (gl.program_id(0) // all_heads)
+    CHUNKS += 16 * chunk
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     if S.LETS:
         lo = let_next(lo)

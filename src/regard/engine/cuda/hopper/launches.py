@@ -13,7 +13,7 @@ from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..tile_lists import in_boxes, with_masks
 from ..triton.forward import merge_kernel
-from ..work_split import CACHE, WorkSplit, by_length, chain, flatten_heads, mix, split_work
+from ..work_split import CACHE, WorkSplit, by_length, chain, flatten_heads, heads_at_a_time, mix, split_work
 from .backward import hopper_dkv, hopper_dq
 from .forward import hopper_forward
 from .static import hopper_static, keep
@@ -74,13 +74,14 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         if mixed is None:
             few = b * h * len(step.work.ends) <= FEW_TILES * at_a_time
             share = 0.0 if counters or few else DYNAMIC_SHARE
-            cut = split_work(step.work, b * h, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
+            together = heads_at_a_time(step.work, b * h, k, at_a_time)
+            cut = split_work(step.work, together, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
         else:
-            cut = mixed[3]
+            together, cut = b * h, mixed[3]
         early = late or (step.accumulates and not counters)
         launch = Launch(
             hopper_forward, len(cut.chunks) * b * h, config, *q.strides, *k.strides, *v.strides, *out.strides,
-            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), early=early,
+            h, b * h, together, h // h_kv, n, task.start, task.step, base2(task.scale), early=early,
             cooperative=counters > 0, S=hopper_static(step, config, call)._replace(
                 SPLIT=cut.slots > 0, LATE=late,
                 LETS=apart or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :]),
@@ -108,11 +109,12 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     at_a_time = programs_at_a_time(config, call.device)
     for nth, (step, (q, k, v, o, do)) in enumerate(flattened):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
-        cut = split_work(step.work, b * h, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
+        together = heads_at_a_time(step.work, b * h, k, at_a_time)
+        cut = split_work(step.work, together, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
         launch = Launch(
             hopper_dq, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
-            h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
+            h, b * h, together, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
             early=not counters, cooperative=counters > 0,
             S=hopper_static(step, config, call)._replace(
                 HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0, LATE=route.apart and nth > 0
@@ -180,11 +182,13 @@ def _by_keys(
     short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time
     share = 0.0 if step.work.slots or chained or short else DYNAMIC_SHARE
     backwards = step.accumulates and nth % 2 == 1
-    cut = split_work(step.work, b * heads, at_a_time, group, 2, share, backwards)
+    together = heads_at_a_time(step.work, b * heads, q, at_a_time)
+    cut = split_work(step.work, together, at_a_time, group, 2, share, backwards)
     launch = Launch(
         hopper_dkv, len(cut.chunks) * b * heads, config,
-        *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides, heads, b * heads, q.shape[2],
-        0 if left is None else len(left[1]), rows * h_kv, m, task.scale, base2(task.scale),
+        *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides,
+        heads, b * heads, together, q.shape[2], 0 if left is None else len(left[1]), rows * h_kv, m,
+        task.scale, base2(task.scale),
         early=not chained, cooperative=chained, S=hopper_static(step, config, call)._replace(
             WAITS=nth == 0 or step.accumulates, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
             adds=None if left is None else keep(left[0].keep),

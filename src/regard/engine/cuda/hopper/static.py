@@ -85,6 +85,13 @@ def keep(pattern: Pattern | None) -> Any:
     return None if pattern is None else function("keep", "i, j", expression(pattern), gluon.jit, {"gl": gl})
 
 
+@gluon.jit
+def place_of(all_heads, together):
+    """The head and the chunk of a program; `together` heads run at the same time, and then the next."""
+    p, programs = gl.program_id(0), gl.num_programs(0) // all_heads * together
+    return p // programs * together + p % programs % together, p % programs // together
+
+
 # The words of a block (see schedule.py). The gradients copy them to shared memory with the rows of an earlier block:
 # a load when they are needed would wait behind all the copies in flight. (A tile of few blocks waits several times.)
 
