@@ -157,12 +157,14 @@ def alike(x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
     """The first row of a returned map and the shown map, or the part of it that has as many keys.
 
     A map of three axes has batch and heads in one. A softmax over the keys of the decoder and of the encoder together
-    is shown as one map and returned in two parts.
+    is shown as one map and returned in two parts. A map of five axes has windows before or after the heads, which are
+    shown as batch rows.
     """
-    first = x[: y.shape[0]] if x.dim() == 3 else x[0]
-    for part in (y, y[..., : first.shape[-1]], y[..., -first.shape[-1] :]):
-        if part.shape == first.shape:
-            yield first, part
+    rows = [x[: y.shape[0]]] if x.dim() == 3 else [x[0, 0], x[0, :, 0]] if x.dim() == 5 else [x[0]]
+    for first in rows:
+        for part in (y, y[..., : first.shape[-1]], y[..., -first.shape[-1] :]):
+            if part.shape == first.shape:
+                yield first, part
 
 
 def forked(folder: str, seconds: int = 60) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import torch
 
 import regard as rg
-from regard.lens.calls import AttentionCall, is_causal_call, query_offset, tensors_of
+from regard.lens.calls import AttentionCall, Positions, is_causal_call, query_offset, tensors_of
 
 FAMILIES = ("bert", "gpt2", "llama", "t5", "marian", "bart", "vit")
 TWO_SIDED = ("t5", "marian", "bart")
@@ -67,6 +67,7 @@ def small(layers=2, causal=True):
 
 def captured(source, role="self", valid=None):
     versions = tuple(x._version for x in tensors_of(source))
+    offset = query_offset(source, role, Positions())
     return AttentionCall(
         0,
         "layer",
@@ -75,7 +76,7 @@ def captured(source, role="self", valid=None):
         source,
         source.shape,
         versions,
-        is_causal_call(source, role),
-        query_offset(source, role),
+        is_causal_call(source, role, offset),
+        offset,
         valid=valid,
     )

@@ -78,11 +78,20 @@ def test_each_layer_of_big_bird_is_named():
     assert named == [f"encoder.layer.{i}.attention.self" for i in (0, 1)]
 
 
-def test_hiera_and_reformer_are_refused_with_the_layers_that_were_not_read():
+def test_the_windows_of_hiera_are_batch_rows():
     config = tf.HieraConfig(embed_dim=8, depths=[1, 1], num_heads=[1, 2], image_size=[32, 32], query_stride=[2, 2],
                             num_query_pool=1, masked_unit_size=[4, 4], embed_dim_multiplier=2.0)  # fmt: skip
-    with pytest.raises(rg.RegardError, match=r"encoder.stages.0.layers.0.attn: attention weights of shape"):
-        rg.look(model_of(tf.HieraModel, config), {"pixel_values": torch.randn(1, 3, 32, 32)})
+    model, given = model_of(tf.HieraModel, config), {"pixel_values": torch.randn(1, 3, 32, 32)}
+    view = rg.look(model, given)
+    with torch.no_grad():
+        returned = model(**given, output_attentions=True).attentions  # (b, h, windows, n, m)
+    assert view.missed == () and view.grid is None and len(view.calls) == len(returned) == 2
+    for call, weights in zip(view.calls, returned, strict=True):
+        for window in range(4):
+            assert torch.equal(call.weights(batch=window), weights[0, :, window])
+
+
+def test_reformer_is_refused_with_the_layers_that_were_not_read():
     config = tf.ReformerConfig(
         vocab_size=50, hidden_size=16, num_attention_heads=2, attention_head_size=8, feed_forward_size=16,
         attn_layers=["local", "lsh"], local_attn_chunk_length=4, lsh_attn_chunk_length=4, num_buckets=2,

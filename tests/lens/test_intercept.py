@@ -621,12 +621,138 @@ def test_weights_are_read_in_any_order_of_axes(scores, output):
     assert view.remove_heads().effects[0, 1] == pytest.approx(float(effect), rel=1e-5)
 
 
-def test_changed_weights_in_an_unknown_order_are_not_shown_in_a_wrong_one():
-    """Those of (n, b, h, m) were shown as if they were (b, h, n, m)."""
-    given = qkv(shared=False)
-    with pytest.raises(rg.RegardError, match="a softmax ran, but no matrix product"):
-        look(Product("bhid,bhjd->ibhj", "ibhj,bhjd->bhid", factor=0.5).eval(), given)
-    with pytest.raises(rg.RegardError, match="a softmax ran, but no matrix product"):
-        look(Product("bhid,bjd->bhij", "bhij,bjd->bihd", factor=0.5), qkv(shared=True))
-    half = look(Product("bhid,bhjd->bhij", "bhij,bhjd->bhid", factor=0.5).eval(), given)
-    assert torch.allclose(weights(half, 0).sum(-1), torch.tensor(0.5))
+@pytest.mark.parametrize("scores, output", [
+    ("bhid,bhjd->ibhj", "ibhj,bhjd->bhid"),
+    ("bhid,bjd->bhij", "bhij,bjd->bihd"),
+    ("bhid,bhjd->bhij", "bhij,bhjd->bhid"),
+])  # fmt: skip
+def test_changed_weights_are_read_in_any_order_of_axes(scores, output):
+    """Those of (n, b, h, m) were once shown as if they were (b, h, n, m), and then refused."""
+    q, k, v = qkv(shared=",bjd" in scores)
+    truth = torch.einsum(scores.split("->")[0] + "->bhij", q, k).softmax(-1)
+    view = look(Product(scores, output, factor=0.5).eval(), (q, k, v))
+    assert torch.allclose(weights(view, 0), truth / 2, atol=1e-6)
+
+
+class Parts(nn.Module):
+    """Attention on blocks of queries, each with all keys or with some."""
+
+    def __init__(self, mask, size=3, slides=False, eager=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.mask, self.size, self.slides, self.eager = nn.Linear(8, 24), mask, size, slides, eager
+
+    def forward(self, x):
+        q, k, v = (z.unflatten(-1, (2, 4)).transpose(1, 2) for z in self.qkv(x).chunk(3, -1))
+        i, outputs = torch.arange(q.shape[2]), []
+        allowed = (i[:, None] - i).abs() <= 1 if self.mask == "window" else i[:, None] >= i
+        allowed = torch.ones_like(allowed) if self.mask is None else allowed
+        for start in range(0, len(i), self.size):
+            rows = slice(start, start + self.size)
+            keys = slice(max(0, start - 2), start + self.size) if self.slides else slice(None)
+            part, mask = q[:, :, rows] * 0.5, allowed[rows, keys]
+            if self.eager:
+                scores = (part @ k[:, :, keys].mT).masked_fill(~mask, -torch.inf)
+                outputs.append(scores.softmax(-1) @ v[:, :, keys])
+            else:
+                given = (part, k[:, :, keys], v[:, :, keys])
+                outputs.append(F.scaled_dot_product_attention(*given, mask, scale=1.0))
+        return torch.cat(outputs, 2)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("mask", [None, "causal", "window"])
+def test_blocks_of_queries_have_the_positions_and_the_names_of_their_rows(mask, size, eager):
+    """Without a mask each block was placed at the end of the keys; all were named 0, 1, 2."""
+    names = [f"{who}{i}" for who in "ab" for i in range(7)]
+    view = look(Parts(mask, size, eager=eager), torch.randn(2, 7, 8), tokens=[names[:7], names[7:]])
+    for number, call in enumerate(view.calls):
+        start, n = number * size, min(size, 7 - number * size)
+        assert (call.role, call.query_offset, call.n, call.m) == ("self", start, n, 7)
+        assert call.queries == (tuple(names[start : start + n]), tuple(names[7 + start : 7 + start + n]))
+        assert call.keys == (tuple(names[:7]), tuple(names[7:]))
+        assert call.causal == (mask == "causal" and start < 6)  # the last query has no later key
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_blocks_of_queries_on_some_keys_have_the_positions_of_both(eager):
+    names = [f"t{i}" for i in range(7)]
+    view = look(Parts(None, 3, slides=True, eager=eager), torch.randn(1, 7, 8), tokens=[names])
+    assert [(c.queries[0], c.keys[0], c.query_offset) for c in view.calls] == [
+        (("t0", "t1", "t2"), ("t0", "t1", "t2"), 0),
+        (("t3", "t4", "t5"), ("t1", "t2", "t3", "t4", "t5"), 2),
+        (("t6",), ("t4", "t5", "t6"), 2),
+    ]
+
+
+def test_blocks_of_queries_have_together_the_statistics_of_one_call():
+    x = torch.randn(1, 7, 8, generator=torch.Generator().manual_seed(0))
+    whole, parts = (look(Parts(None, size), x).statistics for size in (7, 3))
+    for name in ("distance", "on_self", "on_first"):
+        joined = sum(getattr(s, name) * s.queries for s in parts) / 7
+        torch.testing.assert_close(joined, getattr(whole[0], name))
+
+
+class OneToken(nn.Module):
+    """The query is that of one token, as in class attention."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.q, self.kv, self.at = nn.Linear(8, 8), nn.Linear(8, 16), at
+
+    def forward(self, x):
+        q = self.q(x[:, self.at])[:, None]
+        return F.scaled_dot_product_attention(q, *self.kv(x).chunk(2, -1))
+
+
+@pytest.mark.parametrize("at", [0, 4, -1])
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_the_query_of_a_selected_token_is_at_its_position(at, batch):
+    call = look(OneToken(at), torch.randn(batch, 7, 8)).calls[0]
+    assert (call.query_offset, call.queries[0]) == (at % 7, (str(at % 7),))
+
+
+@pytest.mark.parametrize("attend", [
+    F.scaled_dot_product_attention, rg.attention, lambda q, k, v: (q @ k.mT).softmax(-1) @ v
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented")
+def test_attention_inside_vmap_is_recorded(attend):
+    """The error blamed the model, which "cannot access the storage" of a tensor."""
+    q, k, v = torch.randn(3, 5, 2, 3, 7, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    outputs = []
+
+    def run(q, k, v):
+        outputs.append(torch.vmap(lambda *qkv: attend(*qkv))(q, k, v))
+
+    view = look(run, (q, k, v))
+    assert sum(call.b * call.heads for call in view.calls) == 30 and view.missed == ()
+    rows = torch.cat([weights(view, layer).flatten(0, 1) for layer in range(len(view.calls))])
+    torch.testing.assert_close(rows @ v.flatten(0, 2), outputs[0].flatten(0, 2))
+
+
+def test_attention_inside_other_transforms_is_recorded():
+    x = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(0))
+
+    def gradient(x):
+        return torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).sum())(x)
+
+    layer = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+    assert torch.allclose(look(gradient, x).map(0, 0), (x[0] @ x[0].T / 2).softmax(-1), atol=1e-6)
+    with pytest.warns(UserWarning, match="performance drop"):
+        mapped = look(lambda x: torch.vmap(lambda x: layer(x, x, x)[0])(x), x[:, None])
+    assert torch.equal(mapped.map(1, 1), look(layer, (x, x, x)).map(0, 1, batch=1))
+
+
+def test_sparse_tensors_do_not_stop_a_look():
+    """The error blamed the model: it cannot access the storage of a sparse tensor."""
+    x = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    view = look(lambda x: torch.sparse.mm(torch.eye(7).to_sparse(), x @ x.T).softmax(-1) @ x, x)
+    assert torch.allclose(view.map(0, 0), (x @ x.T).softmax(-1))
+
+
+def test_attention_in_plain_tensor_code_without_tokens_is_refused():
+    with pytest.raises(
+        rg.ShapeError, match=r"weights of shape \(2, 0, 0\): there is no attention to show; pass at"
+    ):
+        look(lambda x: (x @ x.mT).softmax(-1) @ x, torch.randn(2, 0, 4))

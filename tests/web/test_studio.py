@@ -336,6 +336,31 @@ def test_a_link_opens_the_same_head(opened):
     assert "layer=2&head=1" in page.url
 
 
+ADDRESSES = {
+    "#panel=nonsense": "there is no panel nonsense here, only model, heads, generate, patterns, cost, laws, runs.",
+    "#panel=patterns&patern=full()": "patern is no field of this page.",
+    "#panel=cost&dtype=int3&model=gtp2": "dtype=int3 is not possible here; model=gtp2 is not possible here.",
+}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_what_an_address_asks_for_and_the_page_does_not_have_is_named(opened, words, address):
+    """An unknown panel opened Patterns without a word."""
+    page = opened(address, port=words)
+    page.wait_for_selector("#address-error:not([hidden])")
+    assert page.inner_text("#address-error") == f"In the address: {ADDRESSES[address]}"
+    assert page.input_value("#dtype") == "float32"  # the choice before it
+    page.click("#tab-laws")
+    assert not page.is_visible("#address-error")
+
+
+def test_an_unknown_head_in_the_address_is_named(opened, words):
+    page = opened("#panel=heads&layer=99&head=3&mode=sideways", port=words)
+    page.wait_for_selector("#address-error:has-text('no mode')")
+    expected = "In the address: there is no head 99/3 (layer/head). there is no mode sideways."
+    assert page.inner_text("#address-error") == expected
+
+
 @pytest.mark.long
 def test_the_map_zooms_by_button_by_key_and_by_drag(opened):
     page = opened("#panel=heads")

@@ -105,11 +105,42 @@ def test_a_long_pattern_is_counted_exactly_and_not_planned(bare):
         ({"pattern": "causal()", "device": "tpu"}, "device: "),
         ({"pattern": "causal()" + 70 * " | full()"}, "pattern is longer than 500 characters"),
         ({"n": 3}, "pattern is missing"),
+        ({"pattern": "causal()", "trian": True}, "unknown field 'trian'; did you mean train?"),
+        ({"pattern": "causal()", "zzz": 1}, "unknown field 'zzz'; known: device, n, pattern, train"),
     ],
 )
 def test_an_invalid_pattern_gets_a_reason(bare, given, message):
     status, result = ask(bare, "/api/pattern", given)
     assert status == 422 and message in result["error"]
+
+
+FIELDS = {
+    **{route: {"pattern": "causal()"} for route in ("pattern", "region", "timing")},
+    **{route: {"name": "gpt2"} for route in ("resized", "curve", "fitting")},
+    **{route: {"text": "1, 2"} for route in ("look", "heads", "steps", "remove", "next", "beams")},
+    "pair": {"pattern": "causal()", "i": 1, "j": 0},
+    "cost": {"model": "gpt2"},
+    "laws": {"target": "x"},
+}
+
+
+@pytest.mark.parametrize("route", FIELDS)
+def test_an_unknown_field_is_refused_by_its_name_in_every_request(bare, route):
+    """They were ignored: a misspelled one had the default."""
+    status, result = ask(bare, f"/api/{route}", {**FIELDS[route], "zzz": 1})
+    assert status == 422 and result["error"].startswith("unknown field 'zzz'; known: ")
+
+
+def test_every_route_has_a_test_of_unknown_fields():
+    posts = {r.path for r in create_app().routes if "POST" in getattr(r, "methods", ())}
+    assert posts == {f"/api/{route}" for route in FIELDS}
+
+
+def test_fields_in_the_address_are_refused(bare):
+    status, result = ask(bare, "/api/pattern?n=7", {"pattern": "causal()"})
+    assert status == 422
+    assert result["error"] == "the address has 'n', which is not read; send fields as JSON in the body"
+    assert ask(bare, "/api?token=x")[0] == 200
 
 
 def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare, monkeypatch):

@@ -7,7 +7,7 @@ memory, whatever kernel ran. For an eager call, which computes its weights as a 
 from dataclasses import dataclass
 from math import inf
 from operator import index
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -17,7 +17,9 @@ from torch import Tensor
 from ..compat import version
 from ..errors import RegardError, ShapeError
 from ..reference import Ties, hardmax, softmax, with_sink
-from .score_mods import CausalMask, Heads, Region, Rows, ScoreMod
+from .products import Product, Rows
+from .score_mods import CausalMask, Heads, Region, ScoreMod
+from .score_mods import Rows as RowIndices
 
 Implementation = Literal["sdpa", "flex", "fast path", "eager", "regard"]
 Role = Literal["self", "cross"]
@@ -85,11 +87,11 @@ def _products(
 
 @dataclass(frozen=True, eq=False)
 class StoredWeights:
-    """The weights as the model computed them; rows_of_heads: it multiplies them as (b, n h, m)."""
+    """The weights as the model computed them; product: how it multiplies them with the values."""
 
     table: Float[Tensor, "b h n m"]
     v: Float[Tensor, "b h_kv m d_v"] | None = None
-    rows_of_heads: bool = False
+    product: Product | None = None
     scale = None
     top_left_causal = False
 
@@ -186,7 +188,7 @@ class AttentionCall:
         key_head = torch.arange(self.heads, device=v.device)[chosen] // (self.heads // v.shape[1])
         return v[batch, key_head]
 
-    def region(self, heads: Heads | None = None, rows: Rows | None = None, batch: int = 0) -> Region:
+    def region(self, heads: Heads | None = None, rows: RowIndices | None = None, batch: int = 0) -> Region:
         """The region of these heads and rows; an index out of range raises an error that names the range."""
         if not is_index(batch, self.b):
             raise ShapeError(f"batch row {batch!r} of {self.name}: it has {_range(self.b, 'row')}")
@@ -212,13 +214,32 @@ class AttentionCall:
         return self.source
 
 
-def query_offset(source: Source, role: Role) -> int:
-    """The key position of query 0; 0 except in self-attention with a cache.
+class Positions(NamedTuple):
+    """Which positions of their sequences the queries and the keys of a call are; None if unknown."""
 
-    There the last query is at the last key that it may attend to: slots after it are not filled yet.
+    queries: Rows | None = None
+    keys: Rows | None = None
+
+    @property
+    def offset(self) -> int | None:
+        """The key position of query 0 where a model calls attention on parts of one sequence; else None."""
+        q, k = self
+        if q is None or k is None or q.length != k.length or (q.size == q.length and k.size == k.length):
+            return None
+        return q.start - k.start
+
+
+def query_offset(source: Source, role: Role, positions: Positions) -> int:
+    """The key position of query 0; 0 except in self-attention with a cache, or on some of the queries.
+
+    With a cache the last query is at the last key that it may attend to: slots after it are not filled yet.
     """
     _, h, n, m = source.shape
-    if role == "cross" or source.top_left_causal:
+    if role == "cross":
+        return 0
+    if positions.offset is not None:
+        return positions.offset
+    if source.top_left_causal:
         return 0
     if not 0 < n < m:
         return m - n
@@ -226,12 +247,12 @@ def query_offset(source: Source, role: Role) -> int:
     return (int(allowed[-1]) if len(allowed) else m - 1) - (n - 1)
 
 
-def is_causal_call(source: Source, role: Role) -> bool:
+def is_causal_call(source: Source, role: Role, offset: int) -> bool:
     """Whether no query gives weight to a later key, by whatever mask; tested on the first and the middle query."""
     _, h, n, m = source.shape
     if role == "cross" or m < 2 or n > m:
         return False
-    rows, offset = sorted({0, (n - 1) // 2}), query_offset(source, role)
+    rows = sorted({0, (n - 1) // 2})
     device = tensors_of(source)[0].device
     later = torch.arange(m, device=device) > torch.tensor(rows, device=device)[:, None] + offset
     weights = source.weights(Region(0, slice(0, h), rows, m))

@@ -15,25 +15,24 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..compat import DispatchMode, aten_operator, aten_operators, without_dispatch_modes
+from ..compat import DispatchMode, aten_operator, aten_operators, transforms_active, without_dispatch_modes
 from ..engine import attention as engine
-from ..errors import RegardError
-from .calls import Implementation, QueryKeyScores, Role, Source, StoredWeights
+from ..errors import RegardError, ShapeError
+from .axes import PRODUCTS, Parts
+from .calls import Implementation, Positions, QueryKeyScores, Role, Source, StoredWeights
 from .operators import READERS, SdpaArguments, arguments_by_name, from_flex, from_sdpa
 from .process_wide import SharedChange, eager_compiled_functions, replaced_functions
-from .provenance import Provenance
+from .products import Rows, read_product
+from .provenance import Provenance, Weights
 from .score_mods import RegardArguments
 
 ATTENTION_NAME = re.compile(r"atten|attn", re.IGNORECASE)
-MATRIX_PRODUCTS = aten_operators("bmm", "mm")
 VARIABLE_LENGTH = aten_operators("_flash_attention_forward", "_efficient_attention_forward")
 ENCODER_LAYER = aten_operator("_transformer_encoder_layer_fwd")
 
@@ -45,6 +44,7 @@ class InterceptedCall(NamedTuple):
     role: Role
     implementation: Implementation
     source: Source
+    positions: Positions = Positions()
 
 
 OnCall = Callable[[InterceptedCall], None]
@@ -64,7 +64,11 @@ class Interceptor(DispatchMode):
         super().__init__()
         self.missed: list[str] = []
         self.module_calls = 0
-        self._on_call, self._change_output, self._provenance = on_call, change_output, Provenance()
+        self._on_call, self._change_output, self._provenance = (
+            on_call,
+            change_output,
+            Provenance(_weights(model)),
+        )
         self._paths = _module_paths(model)
         self._calls = 0
         self._paused = 0  # > 0 inside a call that is already reported, and in our own operations
@@ -95,62 +99,61 @@ class Interceptor(DispatchMode):
             source = from_flex(args)
             self.report("flex", source)
             return self.run(source, func, *args, **kwargs)
-        elif packet in MATRIX_PRODUCTS:
-            eager = self._eager_attention(*args[:2])
+        elif packet in PRODUCTS:
+            eager = self._eager_attention(*(args[i] for i in PRODUCTS[packet]))
             if eager is not None:
                 return self.run(eager, func, *args, **kwargs)
         out = func(*args, **kwargs)
         self._provenance.record(func, args, out)
         return out
 
-    def _eager_attention(self, weights: Tensor, values: Tensor) -> StoredWeights | None:
-        """The attention that a matrix product ends, if its left factor came out of a softmax."""
-        self._provenance.use(weights)
-        softmax = self._provenance.take_weights(weights)
-        if softmax is None:
+    def _eager_attention(self, left: Tensor, right: Tensor) -> StoredWeights | None:
+        """The attention that a matrix product ends, if one of its factors came out of a softmax."""
+        for weights, values, keys in ((left, right, -1), (right, left, -2)):
+            self._provenance.use(weights)
+            if not weights.numel() and self._provenance.of(weights).softmax is not None:
+                raise ShapeError(
+                    f"{self.path()} has attention weights of shape {tuple(weights.shape)}: there is no attention to "
+                    "show; pass at least one token"
+                )
+            if (taken := self._provenance.take_weights(weights, keys)) is not None:
+                return self._stored(weights, values, keys, *taken)
+        return None
+
+    def _stored(
+        self, weights: Tensor, values: Tensor, keys: int, softmax: Weights, axes: list[Parts]
+    ) -> StoredWeights | None:
+        self._read_softmaxes += softmax.table.dim() > 2 and softmax.axis == softmax.table.dim() - 1
+        value_keys = self._provenance.axes.of(values)[-3 - keys]
+        found = read_product(softmax, axes, keys == -1, value_keys, self._heads())
+        if isinstance(found, str):
+            if not self._provenance.axes.constant(values):  # else a linear layer that reads probabilities
+                self.miss(f"{self.path()}: {found}")
             return None
-        softmax_table, origins = softmax
-        used = self._used(weights, softmax_table)
-        if used is None:
-            return None
-        table, rows_of_heads = used
-        self._read_softmaxes += table.dim() > 2
-        heads = _heads(self._running[-1][0] if self._running else None, table)
-        if table.dim() == 3 and heads > 1:
-            table = rearrange(table, "(b h) n m -> b h n m", h=heads)
-        elif table.dim() == 3:
-            table = rearrange(table, "b n m -> b 1 n m")
-        elif table.dim() == 2:
-            table = rearrange(table, "n m -> 1 1 n m")
-        if table.dim() != 4:
-            self.miss(f"{self.path()}: attention weights of shape {tuple(table.shape)} are not supported")
-            return None
-        b, h = table.shape[:2]
-        v = values[None] if values.dim() == 2 else values
-        fits = v.shape[0] == b * h and v.shape[1] == table.shape[-1]
-        values_of_heads = rearrange(v, "(b h) m d -> b h m d", b=b) if fits else None
-        source = StoredWeights(table, values_of_heads, rows_of_heads)
-        same = bool(origins[0] & origins[1]) if origins and origins[0] and origins[1] else None
-        self.report("eager", source, role=_role(same, table.shape[-2], table.shape[-1]))
+        if found.note:
+            self.miss(f"{self.path()}: {found.note}")
+        with self._pause(), torch.no_grad(), without_dispatch_modes():
+            used = found.arranged(weights.detach())
+            plain = found.arranged_softmax(softmax)
+            # Signed or rescaled weights are shown as they are used; in training the softmax, without dropout.
+            training = bool(self._running) and self._running[-1][0].training
+            if plain is not None and (training or torch.equal(plain.to(used.dtype), used)):
+                used = plain
+            source = StoredWeights(used, found.values(values), found)
+        pair = softmax.pair
+        same = bool(pair[0] & pair[1]) if pair and pair[0] and pair[1] else None
+        role = _role(same, *used.shape[-2:])
+        self.report("eager", source, role=role, positions=Positions(found.query_rows, found.key_rows))
         return source
 
-    def _used(self, weights: Tensor, table: Tensor) -> tuple[Tensor, bool] | None:
-        """The weights that multiply the values, and whether the rows of the product are (n h) in place of n.
-
-        They are those of the softmax, or what the module computes from them: signed or rescaled weights are shown as
-        they are used. In training the softmax is shown, without dropout. None if their order is not known.
-        """
-        with self._pause(), torch.no_grad(), without_dispatch_modes():
-            in_order = self._provenance.keeps_order(weights)
-            orders = sorted(permutations(range(table.dim() - 1)), reverse=not in_order)
-            same = table.to(weights.dtype)
-            for order in orders:
-                if torch.equal(same.permute(*order, -1).reshape(weights.shape), weights):
-                    return _arranged(table, order, len(weights))
-            if not in_order:
-                return None
-            training = bool(self._running) and self._running[-1][0].training
-            return table if training else weights.reshape(table.shape).detach(), False
+    def _heads(self) -> int | None:
+        """The number of heads, by the attributes of the running module."""
+        module = self._running[-1][0] if self._running else None
+        for name in ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"):
+            heads = getattr(module, name, None)
+            if isinstance(heads, int) and heads > 0:
+                return heads
+        return None
 
     def report(
         self,
@@ -158,7 +161,10 @@ class Interceptor(DispatchMode):
         source: Source,
         name: str | None = None,
         role: Role | None = None,
+        positions: Positions | None = None,
     ) -> None:
+        if isinstance(source, QueryKeyScores) and implementation != "fast path":
+            positions = self._positions(source)
         if role is None and isinstance(source, QueryKeyScores):
             same = (
                 True if implementation == "fast path" else self._provenance.same_sequence(source.q, source.k)
@@ -166,7 +172,19 @@ class Interceptor(DispatchMode):
             role = _role(same, source.shape[2], source.shape[3])
         self._calls += 1
         with self._pause(), torch.no_grad(), without_dispatch_modes():
-            self._on_call(InterceptedCall(name or self.path(), role or "self", implementation, source))
+            self._on_call(
+                InterceptedCall(
+                    name or self.path(), role or "self", implementation, source, positions or Positions()
+                )
+            )
+
+    def _positions(self, source: QueryKeyScores) -> Positions:
+        axes = self._provenance.axes
+        queries, keys = (axes.of(x)[2] for x in (source.q, source.k))
+        both = {f.axis for f in axes.selected(source.k)}
+        # the query of q = w_q(x[:, 0])
+        one = [f for f in axes.selected(source.q) if f.axis not in both and not f.learned]
+        return Positions(Rows.of(queries or one), Rows.of(keys))
 
     def run(self, source: Source | None, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a call that is already reported, and apply `change_output` to its output, if given."""
@@ -180,13 +198,11 @@ class Interceptor(DispatchMode):
     def _changed(self, change: ChangeOutput, source: Source, out: Any) -> Any:
         first, *rest = out if isinstance(out, tuple) else (out,)
         b, h, n, _ = source.shape
-        if first.numel() // first.shape[-1] != b * h * n:
+        product = source.product if isinstance(source, StoredWeights) else None
+        if product is not None:
+            changed = product.from_heads(change(self._calls - 1, product.heads_of(first), source), first)
+        elif first.numel() // first.shape[-1] != b * h * n:
             raise RegardError(f"{self.path()}: an output of shape {tuple(first.shape)} has no axis for heads")
-        if isinstance(source, StoredWeights) and source.rows_of_heads:
-            heads = rearrange(first.reshape(b, n, h, -1), "b n h d -> b h n d")
-            changed = rearrange(change(self._calls - 1, heads, source), "b h n d -> b n h d").reshape(
-                first.shape
-            )
         else:
             changed = change(self._calls - 1, first.reshape(b, h, n, -1), source).reshape(first.shape)
         return (changed, *rest) if isinstance(out, tuple) else changed
@@ -206,10 +222,6 @@ class Interceptor(DispatchMode):
     @property
     def softmaxes(self) -> int:
         return self._provenance.softmaxes
-
-    @property
-    def softmaxes_over_another_axis(self) -> int:
-        return self._provenance.softmaxes_over_another_axis
 
     @property
     def paused(self) -> bool:
@@ -238,7 +250,7 @@ class Interceptor(DispatchMode):
     @property
     def _seen(self) -> tuple[int, int]:
         """The number of attention calls so far, and that of softmaxes that were not read as one."""
-        unread = self._provenance.softmaxes - self._read_softmaxes + self._provenance.read_in_part
+        unread = self._provenance.last_axis_softmaxes - self._read_softmaxes + self._provenance.read_in_part
         return self._calls, unread
 
     def _report_unread(self, name: str, calls: int, unread: int) -> None:
@@ -319,8 +331,8 @@ def _leave(module: nn.Module, _args: Any, _out: Any) -> None:
 def _reporting_sdpa(original: Callable[..., Any]) -> Callable[..., Any]:
     def scaled_dot_product_attention(*args, **kwargs):
         interceptor = _active()
-        if interceptor is None or interceptor.paused:
-            return original(*args, **kwargs)
+        if interceptor is None or interceptor.paused or transforms_active():
+            return original(*args, **kwargs)  # inside torch.vmap the operators are intercepted
         source = None
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
             interceptor.miss(f"{interceptor.path()}: attention over nested tensors is not supported")
@@ -334,7 +346,7 @@ def _reporting_sdpa(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reporting_regard(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(*args, **kwargs):
         interceptor = _active()
-        if interceptor is None or interceptor.paused:
+        if interceptor is None or interceptor.paused or transforms_active():
             return original(*args, **kwargs)
         call = engine.call_of(*args, **kwargs)
         scale = call.factor if call.scale is None else float(call.scale)
@@ -359,24 +371,10 @@ def _module_paths(model: Any) -> dict[int, str]:
     return {id(m): path.removeprefix("_orig_mod").lstrip(".") for path, m in owner.named_modules()}
 
 
-def _heads(module: nn.Module | None, table: Tensor) -> int:
-    """How many heads the first axis of a table combines with the batch, by the attributes of the module; else 1."""
-    for name in ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"):
-        heads = getattr(module, name, None)
-        if isinstance(heads, int) and heads > 0 and table.dim() == 3 and table.shape[0] % heads == 0:
-            return heads
-    return 1
-
-
-def _arranged(table: Tensor, order: tuple[int, ...], products: int) -> tuple[Tensor, bool] | None:
-    """A softmax as (b, h, n, m), by the order of its axes in a batch of matrix products."""
-    if order == tuple(range(len(order))):
-        return table, False
-    if order == (0, 2, 1) and products == table.shape[0]:  # rows (n h): all heads share the values
-        return table, True
-    if order == (1, 2, 0) and products == table.shape[1] * table.shape[2]:  # the softmax is (n, b, h, m)
-        return rearrange(table, "n b h m -> b h n m"), False
-    return None
+def _weights(model: Any) -> list[Tensor]:
+    """The parameters and buffers of a model."""
+    owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+    return [*owner.parameters(), *owner.buffers()] if isinstance(owner, nn.Module) else []
 
 
 def _role(same_sequence: bool | None, n: int, m: int) -> Role:

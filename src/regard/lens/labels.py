@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import ShapeError, SpecError
-from .calls import Role
+from .calls import Positions, Role
 from .patch_grid import Grid, square_grid
+from .products import Rows
 
 TokenNames = tuple[tuple[str, ...], ...]
 SOURCE_IDS, TARGET_IDS = ("input_ids", "source", "src", "x"), ("decoder_input_ids", "target", "tgt")
@@ -34,21 +35,38 @@ class Labels:
     image: Float[Tensor, "c height width"] | None = None
     grid: Grid | None = field(default=None)
 
-    def of(self, name: str, role: Role, shape: tuple[int, int, int, int]) -> tuple[Side, Side]:
-        """The sequences of the queries and of the keys of a call."""
+    def of(
+        self, name: str, role: Role, shape: tuple[int, int, int, int], positions: Positions
+    ) -> tuple[Side, Side]:
+        """The sequences of the queries and of the keys of a call, or the parts of them that it has."""
         b, _, n, m = shape
         decoder = self.target is not None and (role == "cross" or "decoder" in name.lower())
         own = self.target if decoder else self.source
-        queries = self._fit(own, b, n)
-        keys = self._fit(self.source if role == "cross" else own, b, m)
+        queries = self._part(own, b, n, positions.queries)
+        keys = self._part(self.source if role == "cross" else own, b, m, positions.keys)
         return queries, keys
 
-    def _fit(self, side: Side | None, b: int, length: int) -> Side:
+    def _part(self, side: Side | None, b: int, length: int, rows: Rows | None) -> Side:
+        named = self._fit(side, b, length)
+        if rows is None or rows.size == rows.length or rows.size != length:
+            return named or _numbered(b, 0, length)
+        whole, part = self._fit(side, b, rows.length), slice(rows.start, rows.start + rows.size)
+        if whole is None:
+            return named or _numbered(b, rows.start, length)
+        valid = None if whole.valid is None else whole.valid[:, part]
+        return Side(tuple(names[part] for names in whole.names), valid)
+
+    def _fit(self, side: Side | None, b: int, length: int) -> Side | None:
+        """The names of a sequence of this length, if there are any."""
         if side is not None and len(side.names) == b and all(len(row) == length for row in side.names):
             return side
         if self.grid is not None and length == self.grid.tokens:
             return Side((_patches(self.grid),) * b)
-        return Side((tuple(str(i) for i in range(length)),) * b)
+        return None
+
+
+def _numbered(b: int, start: int, count: int) -> Side:
+    return Side((tuple(str(i) for i in range(start, start + count)),) * b)
 
 
 def read(inputs: Any, tokens: Any = None, grid: Any = None, image: Any = None) -> Labels:
@@ -72,9 +90,15 @@ def read(inputs: Any, tokens: Any = None, grid: Any = None, image: Any = None) -
     )
 
 
-def check_used(labels: Labels, shapes: Sequence[tuple[int, ...]], tokens: Any, grid: Any) -> None:
+def lengths_of(shape: tuple[int, int, int, int], positions: Positions) -> set[tuple[int, int]]:
+    """(batch rows, tokens) of the sequences whose names a call can show."""
+    parts = [shape[2], shape[3], *(rows.length for rows in positions if rows is not None)]
+    return {(shape[0], length) for length in parts}
+
+
+def check_used(labels: Labels, known: set[tuple[int, int]], tokens: Any, grid: Any) -> None:
     """Refuse names, and a grid, that fit no attention call of the run: they would not be shown anywhere."""
-    lengths = sorted({(b, length) for b, _, n, m in shapes for length in (n, m)})
+    lengths = sorted(known)
     found = ", ".join(f"{b} rows of {length}" for b, length in lengths)
     for side in (labels.source, labels.target) if tokens is not None and not _is_tokenizer(tokens) else ():
         counts = {len(row) for row in side.names} if side is not None else set()
@@ -85,12 +109,12 @@ def check_used(labels: Labels, shapes: Sequence[tuple[int, ...]], tokens: Any, g
         raise ShapeError(f"grid={grid!r} has {labels.grid.tokens} tokens; the attention has {found}")
 
 
-def grid_for(labels: Labels, inputs: Any, tokens: int) -> Grid | None:
-    """The given grid, or the grid of an image of this shape in this many tokens."""
+def grid_for(labels: Labels, inputs: Any, batch: int, tokens: int) -> Grid | None:
+    """The given grid, or the grid of an image of this shape in this many tokens; None for windows of the image."""
     if labels.grid is not None:
         return labels.grid
     pixels = _pixels(inputs)
-    return None if pixels is None else square_grid(tokens, *pixels.shape[-2:])
+    return None if pixels is None or len(pixels) != batch else square_grid(tokens, *pixels.shape[-2:])
 
 
 def _grid(given: Any) -> Grid | None:

@@ -58,9 +58,16 @@ def from_aten_sdpa(given: dict[str, Any]) -> QueryKeyScores:
 
 def from_native_mha(given: dict[str, Any]) -> QueryKeyScores | None:
     """nn.MultiheadAttention's fast path: one operator from x to the output. The projections are recomputed."""
-    if not (given["query"] is given["key"] is given["value"]):
+    q, *others = (given[name] for name in ("query", "key", "value"))
+    if not all(x is q or _is_same(x, q) for x in others):
         return None
     return _projected(given["query"], given["num_head"], given)
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are one, which torch.vmap hands on as two."""
+    strided = not x.is_nested and not y.is_nested and x.shape == y.shape and x.stride() == y.stride()
+    return strided and x.data_ptr() == y.data_ptr()
 
 
 def from_encoder_layer(given: dict[str, Any]) -> QueryKeyScores:

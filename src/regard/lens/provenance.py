@@ -5,6 +5,7 @@ attention has none, since attention mixes tokens. So q and k share an ancestor i
 sequence.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..compat import aten_operator, aten_operators, storage_id
 from ..nested import tensors_in
+from .axes import PRODUCTS, RESHAPED_COPY, Axes, Factor, Parts, followed
 
 aten = torch.ops.aten
 LINEAR = {
@@ -21,44 +23,34 @@ LINEAR = {
     aten.convolution: 0,
     aten_operator("_addmm_activation"): 1,
 }
-PRODUCTS = {aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
 SOFTMAX = aten_operators("_softmax", "_safe_softmax")
 ELEMENTWISE = ("mul", "div", "masked_fill", "nan_to_num")  # and in place
 PRESERVES_WEIGHTS = aten_operators(
     "native_dropout", "_to_copy", "clone", "where", *ELEMENTWISE, *(f"{name}_" for name in ELEMENTWISE)
 )
-RESHAPED_COPY = aten_operator("_unsafe_view")
 COPIES = aten_operators("_to_copy", "clone")  # under autocast each projection reads a copy of its own
 NEW_TENSORS = {aten.lift_fresh, aten.lift}  # torch.tensor(…): its storage may have belonged to another tensor
 MAX_ANCESTORS = 6  # of one tensor; the newest ones decide
 MAX_PENDING_SOFTMAXES = 2  # softmax results that were not yet multiplied with values
 
 Ancestors = frozenset[int]
-Columns = tuple[
-    int, int
-]  # the first column and the number of columns; (-1, …) if a part does not consist of columns
+Columns = tuple[int, int]  # the first one and their number; (-1, …) if a part does not consist of columns
 NONE: Ancestors = frozenset()
 
 
-class Layout(NamedTuple):
-    """Where a tensor's numbers are in its storage: a view of some of its columns has the same strides."""
+class Weights(NamedTuple):
+    """The result of a softmax. axis: over which it ran. axes: its factors. sources: those of its input, by number.
 
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    pair: the ancestors of the two factors of q·k; None if its input is no product of two results. indexed: of axes
+    that it does not have, the index at which its queries were selected.
+    """
 
-    @classmethod
-    def of(cls, x: Tensor) -> "Layout":
-        return cls(x.shape, x.stride(), int(x.storage_offset()))
-
-    def columns(self, view: "Layout") -> Columns:
-        """Which columns of this tensor a view contains; in the view, batch and heads may be one axis."""
-        count = view.shape[-1] if view.shape else 1
-        start = view.offset - self.offset
-        rows = self.shape[:-1]
-        same_rows = view.shape[:-1] in (rows, (rows[:-1].numel(), rows[-1]))
-        inside = start + count <= self.shape[-1] and view.stride[-2:] == self.stride[-2:]
-        return (start, count) if same_rows and inside else (-1, count)
+    table: Tensor
+    axis: int
+    axes: list[Parts]
+    sources: dict[int, Factor]
+    pair: tuple[Ancestors, Ancestors] | None
+    indexed: Parts
 
 
 class TensorOrigin(NamedTuple):
@@ -68,22 +60,27 @@ class TensorOrigin(NamedTuple):
     ancestors: Ancestors = NONE
     pair: tuple[Ancestors, Ancestors] | None = None
     softmax: int | None = None  # the number of the softmax whose weights it contains
-    layout: Layout | None = None  # of a tensor with such weights; None of one whose axes may have been merged
 
 
 class Provenance:
     """The origins of the tensors computed so far, by their storage."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Sequence[Tensor] = ()) -> None:
+        self.axes = Axes(weights)
         self._origins: dict[int, TensorOrigin] = {}
-        self._softmaxes: dict[int, Tensor] = {}
+        self._softmaxes: dict[int, Weights] = {}  # not yet multiplied with values
+        self._tables: dict[
+            int, tuple[int, set[int]]
+        ] = {}  # of each softmax: its size, the factors of its keys
         self._parts: dict[int, set[Columns]] = {}  # of each softmax: the parts of its result that were used
         self._taken_in_part: set[int] = set()
         self._count = 0
-        self.softmaxes = 0  # over the last axis, of tensors with at least three
-        self.softmaxes_over_another_axis = 0  # of such tensors
+        self.softmaxes = 0  # of tensors with at least three axes
+        self.last_axis_softmaxes = 0  # of these, those over the last axis, as attention modules usually have
 
     def of(self, x: Tensor) -> TensorOrigin:
+        if not followed(x):
+            return TensorOrigin(self._next())
         storage = storage_id(x)
         if storage not in self._origins:
             self._origins[storage] = TensorOrigin(self._next())
@@ -98,85 +95,120 @@ class Provenance:
         """Record the origin of the output of an operator."""
         given = tensors_in(args)
         packet = getattr(func, "overloadpacket", None)
-        if not getattr(func, "is_view", False):
+        is_view = getattr(func, "is_view", False)
+        if not is_view:
             for x in given:
                 self.use(x)
+        self.axes.record(func, args, out)
         if packet in LINEAR:
             x = args[LINEAR[packet]]
             old = self.of(x)
             newest = sorted(old.ancestors, reverse=True)[:MAX_ANCESTORS]
-            self._set(out, frozenset((old.serial, *newest)))
+            pair = self._pair(*(args[i] for i in PRODUCTS[packet])) if packet in PRODUCTS else None
+            self._set(out, frozenset((old.serial, *newest)), pair)
         elif packet in PRODUCTS:
-            left, right = (self.of(args[i]).ancestors for i in PRODUCTS[packet])
-            self._set(out, pair=(left, right))
+            self._set(out, pair=self._pair(*(args[i] for i in PRODUCTS[packet])))
         elif packet in NEW_TENSORS:
             self.start_anew(out)
-        elif packet is RESHAPED_COPY:  # it shares the storage of a copy; a permuted tensor is reshaped so
-            self._origins[storage_id(out)] = self.of(out)._replace(layout=None)
-        elif not getattr(func, "is_view", False):  # a view shares the storage, and so the origin
-            origins = [self.of(x) for x in given if not x.is_nested and x.numel()]
+        elif not is_view and packet is not RESHAPED_COPY:  # these share the storage, and so the origin
+            origins = [self.of(x) for x in given if followed(x) and x.numel()]
             pair = next((o.pair for o in origins if o.pair), None)
             newest = sorted(NONE.union(*(o.ancestors for o in origins)), reverse=True)[:MAX_ANCESTORS]
             serial = origins[0].serial if packet in COPIES and origins else None
-            self._set(out, frozenset(newest), pair, self._softmax(packet, args, given, out), serial)
+            self._set(out, frozenset(newest), pair, self._softmax(packet, args, given, out, pair), serial)
+
+    def _pair(self, left: Tensor, right: Tensor) -> tuple[Ancestors, Ancestors] | None:
+        """The ancestors of the factors of a product of two results; None for a linear layer."""
+        return (
+            None if self.axes.is_linear(left, right) else (self.of(left).ancestors, self.of(right).ancestors)
+        )
 
     def start_anew(self, out: Any) -> None:
         """The output of an attention has no ancestors: it mixes tokens."""
         self._set(out)
+        for x in tensors_in(out):
+            if followed(x):
+                self.axes.set(x)
 
-    def take_weights(self, x: Tensor) -> tuple[Tensor, tuple[Ancestors, Ancestors] | None] | None:
-        """The softmax that x is, or was computed from elementwise, and the origins of its q·k; each is returned once.
+    def take_weights(self, x: Tensor, keys: int) -> tuple[Weights, list[Parts]] | None:
+        """The softmax that x is, or was computed from elementwise, and the factors of x; each is returned once.
 
-        For a softmax with a sink, whose column multiplies no value, only the columns of the keys are returned.
+        keys: the axis of x that a product sums over. It has to be the one over which the softmax ran, or a part of
+        it: for a softmax with a sink, whose column multiplies no value, only the columns of the keys are returned.
         """
-        origin = self.of(x)
-        if (number := origin.softmax) is None or number not in self._softmaxes:
+        number = self.of(x).softmax
+        if number is None or number not in self._softmaxes:
             return None
-        table = self._softmaxes[number]
-        if table.numel() != x.numel():
-            start, count = next(iter(self._parts.get(number, ())), (-1, 0))
-            table = table[..., start : start + count]
-            if start < 0 or table.numel() != x.numel():
-                return None
+        found, axes = self._softmaxes[number], self.axes.of(x)
+        summed, here = ({f.axis for f in axes[keys]}, {f.axis for parts in axes for f in parts})
+        if not found.axes[found.axis] and x.shape[keys] > 1:
+            return None
+        if any(f.axis not in summed for f in found.axes[found.axis] if f.size > 1):
+            return None
+        if any(f.axis not in here for parts in found.axes for f in parts if f.size > 1):  # some rows of it
+            return None
+        if number in self._parts:
             self._taken_in_part.add(number)
         del self._softmaxes[number]
-        return table, origin.pair
-
-    def keeps_order(self, x: Tensor) -> bool:
-        """Whether the rows of weights are known to be in the order of the tensor that they are a view of."""
-        layout = self.of(x).layout
-        return layout is not None and (x.shape[-2] == 1 or x.stride(-2) == layout.stride[-2])
+        return found, axes
 
     def use(self, x: Tensor) -> None:
         """Record that an operator other than a view uses x, which may be a part of a softmax's result."""
-        if x.is_nested or not x.numel():
+        if not followed(x) or not x.numel():
             return
-        origin = self.of(x)
-        if origin.softmax is None or origin.layout is None or x.numel() == origin.layout.shape.numel():
+        number = self.of(x).softmax
+        if number is None or x.numel() >= self._tables[number][0]:
             return
-        self._parts.setdefault(origin.softmax, set()).add(origin.layout.columns(Layout.of(x)))
+        cut = [f for parts in self.axes.of(x) for f in parts if f.size < f.length]
+        of_keys = len(cut) == 1 and cut[0].axis in self._tables[number][1]
+        self._parts.setdefault(number, set()).add((cut[0].start, cut[0].size) if of_keys else (-1, x.numel()))
 
     @property
     def read_in_part(self) -> int:
         """How many softmaxes were returned without columns that are used elsewhere."""
         return sum(len(self._parts[number]) > 1 for number in self._taken_in_part)
 
-    def _softmax(self, packet: Any, args: tuple[Any, ...], given: list[Tensor], out: Any) -> int | None:
+    def _softmax(
+        self,
+        packet: Any,
+        args: tuple[Any, ...],
+        given: list[Tensor],
+        out: Any,
+        pair: tuple[Ancestors, Ancestors] | None,
+    ) -> int | None:
         first = next(iter(tensors_in(out)), None)
         if first is None or not given:
             return None
-        if packet in SOFTMAX and args[1] in (-1, first.dim() - 1):
+        if packet in SOFTMAX and first.dim():
+            axis = args[1] % first.dim()
             self.softmaxes += first.dim() > 2
-            self._softmaxes[number := self._next()] = first
+            self.last_axis_softmaxes += first.dim() > 2 and axis == first.dim() - 1
+            found = self._softmaxes[number := self._next()] = self._weights(first, axis, pair)
+            self._tables[number] = first.numel(), {f.axis for f in found.axes[found.axis]}
             for old in list(self._softmaxes)[:-MAX_PENDING_SOFTMAXES]:
                 del self._softmaxes[old]
             return number
-        if packet in SOFTMAX:
-            self.softmaxes_over_another_axis += first.dim() > 2
         if packet not in PRESERVES_WEIGHTS:
             return None
-        numbers = (self.of(x).softmax for x in given if x.numel() == first.numel())
-        return next((number for number in numbers if number is not None), None)
+        for x in given:
+            known = self.of(x).softmax
+            if known is not None and x.numel() == first.numel():
+                if storage_id(x) != storage_id(first):  # its axes, not those of what it is multiplied with
+                    self.axes.set(first, [()] * (first.dim() - x.dim()) + self.axes.of(x))
+                return known
+        return None
+
+    def _weights(self, table: Tensor, axis: int, pair: tuple[Ancestors, Ancestors] | None) -> Weights:
+        """Describe the result of a softmax by factors of its own, so that they are found again where it is used."""
+        sources: dict[int, Factor] = {}
+        axes: list[Parts] = []
+        for parts in self.axes.of(table):
+            own = tuple(Factor.whole(f.size, f.kind) for f in parts)
+            sources.update(zip((f.axis for f in own), parts, strict=True))
+            axes.append(own)
+        indexed = self.axes.selected(table)
+        self.axes.set(table, axes)
+        return Weights(table, axis, axes, sources, pair, indexed)
 
     def _set(
         self,
@@ -188,10 +220,9 @@ class Provenance:
     ) -> None:
         """serial: of the tensor that `out` is a copy of; None for a new one."""
         for x in tensors_in(out):
-            if not x.is_nested:
-                layout = None if softmax is None else Layout.of(x)
+            if followed(x):
                 number = self._next() if serial is None else serial
-                self._origins[storage_id(x)] = TensorOrigin(number, ancestors, pair, softmax, layout)
+                self._origins[storage_id(x)] = TensorOrigin(number, ancestors, pair, softmax)
 
     def _next(self) -> int:
         self._count += 1

@@ -57,7 +57,7 @@ def look(
         run(model, inputs)
     if not collector.calls:
         raise RegardError(_no_calls(model, interceptor))
-    labels.check_used(named, [call.shape for call in collector.calls], tokens, grid)
+    labels.check_used(named, collector.lengths, tokens, grid)
     return View(collector, tuple(interceptor.missed), model, inputs)
 
 
@@ -74,11 +74,11 @@ def _no_calls(model: Any, ran: Interceptor) -> str:
     text = f"no attention call was found while {type(model).__name__} ran ({ran.module_calls} module calls)"
     if ran.missed:
         return f"{text}; {'; '.join(ran.missed)}"
-    if count := ran.softmaxes_over_another_axis:
-        one = "1 softmax" if count == 1 else f"{count} softmaxes"
-        return f"{text}; {one} ran over another axis than the last, which is not read as attention"
     if ran.softmaxes:
-        return f"{text}; a softmax ran, but no matrix product of its result with values was recognized"
+        return (
+            f"{text}; a softmax ran, but no matrix product of its result with values, summed over the axis of the "
+            "softmax, was recognized"
+        )
     return f"{text}: it has none, computes weights without a softmax, or runs outside PyTorch"
 
 
@@ -89,6 +89,7 @@ class _CallCollector:
         self.labels, self.inputs, self.separators, self.keep = named, inputs, separators, keep
         self.calls: list[AttentionCall] = []
         self.statistics: dict[int, HeadStatistics] = {}
+        self.lengths: set[tuple[int, int]] = set()  # (batch rows, tokens) of the sequences of the calls
         self._runs: dict[str, int] = {}
 
     def add(self, call: InterceptedCall) -> None:
@@ -102,9 +103,13 @@ class _CallCollector:
         if self.keep == "copy" or any(x.is_inference() for x in tensors_of(source)):
             fields = ("q", "k") if hasattr(source, "q") else ("table",)
             source = replace(source, **{f: getattr(source, f).clone() for f in fields})
-        if self.labels.grid is None and (grid := labels.grid_for(self.labels, self.inputs, source.shape[2])):
+        if self.labels.grid is None and (
+            grid := labels.grid_for(self.labels, self.inputs, source.shape[0], source.shape[2])
+        ):
             self.labels = replace(self.labels, grid=grid)
-        queries, keys = self.labels.of(call.name, call.role, source.shape)
+        queries, keys = self.labels.of(call.name, call.role, source.shape, call.positions)
+        self.lengths |= labels.lengths_of(source.shape, call.positions)
+        offset = query_offset(source, call.role, call.positions)
         runs = self._runs[call.name] = self._runs.get(call.name, 0) + 1
         recorded = AttentionCall(
             layer=len(self.calls),
@@ -113,8 +118,8 @@ class _CallCollector:
             implementation=call.implementation,
             source=source,
             shape=source.shape,
-            causal=is_causal_call(source, call.role),
-            query_offset=query_offset(source, call.role),
+            causal=is_causal_call(source, call.role, offset),
+            query_offset=offset,
             versions=tuple(version(x) for x in tensors_of(source)),
             queries=queries.names,
             keys=keys.names,

@@ -12,11 +12,11 @@ from threading import Lock
 from typing import Any, Literal
 
 import torch
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 from starlette.exceptions import HTTPException
 
 import regard
@@ -36,6 +36,7 @@ from ..lens.html_report import fill, page, part
 from ..lens.view import look
 from ..value import MAX_DEPTH
 from . import studio_tasks
+from .fields import Fields, refuse_query
 from .guard import Guard
 from .studio import Studio, add_routes
 from .studio_routes import add_task_routes
@@ -51,6 +52,7 @@ SCRIPTS = (  # in this order; the last one starts the page
     "laws_panel.js",
     "start.js",
 )
+WITHOUT_DOCS: dict[str, Any] = {"title": "regard", "docs_url": None, "redoc_url": None}
 MAX_COUNTED = 10**9  # positions of a pattern that is counted
 MAX_TOKENS = 512  # of a text whose heads are shown
 
@@ -65,7 +67,7 @@ def studio_page() -> str:
     return fill(own("studio.html"), {"css": style, "js": script, "heads": part("heads.html")})
 
 
-class PatternRequest(BaseModel):
+class PatternRequest(Fields):
     """A pattern in Python syntax, and the device it would run on."""
 
     pattern: str = Field(max_length=500)
@@ -74,7 +76,7 @@ class PatternRequest(BaseModel):
     train: bool = False
 
 
-class CostRequest(BaseModel):
+class CostRequest(Fields):
     """The name of a preset, or a declaration as `regard show` prints it."""
 
     model: str | dict[str, Any]
@@ -100,7 +102,7 @@ def _children(v: Any) -> Iterable[Any]:
     return v.values() if isinstance(v, dict) else v if isinstance(v, list) else ()
 
 
-class LookRequest(BaseModel):
+class LookRequest(Fields):
     text: str = Field(min_length=1, max_length=4000)
 
 
@@ -127,9 +129,8 @@ def create_app(
         yield
         workers.stop()
 
-    app = FastAPI(
-        title="regard", version=regard.__version__, docs_url=None, redoc_url=None, lifespan=lifespan
-    )
+    app = FastAPI(version=regard.__version__, lifespan=lifespan, **WITHOUT_DOCS)
+    app.router.dependencies.append(Depends(refuse_query))
     if host != "0.0.0.0":  # so that pages of other sites cannot send requests
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[host, "localhost", "127.0.0.1"])
     app.add_middleware(Guard, token=token)
@@ -225,6 +226,8 @@ def _in_words(error: Any) -> str:
     field, kind, limits = ".".join(map(str, error["loc"][1:])), error["type"], error.get("ctx", {})
     if kind == "json_invalid":
         return f"the body of the request is not JSON: {error['msg']}"
+    if not field and kind == "value_error":
+        return error["msg"].removeprefix("Value error, ")
     if not field:
         return "the body of the request is not a JSON object"
     if kind == "string_too_short" and limits["min_length"] == 1:

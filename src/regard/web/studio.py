@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from fastapi import FastAPI, Response
 from jaxtyping import Float
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from ..cli.models import LoadedModel, arguments, encoded, has_decoder_input, namer, own_output, vocabulary
@@ -26,6 +26,7 @@ from ..lens.view import View, look
 from ..spec import Spec
 from ..training.data.tokens import END, START, Tokens
 from ..training.loop import log
+from .fields import Fields
 
 MAX_TOKENS = 512  # of a text whose heads are shown
 MAX_VIEWS = 4  # texts whose calls are in memory
@@ -39,7 +40,7 @@ EXAMPLES = {
 }
 
 
-class HeadsRequest(BaseModel):
+class HeadsRequest(Fields):
     text: str = Field(min_length=1, max_length=4000)
     target: str | None = Field(None, max_length=4000)
 
@@ -53,14 +54,14 @@ class HeadRequest(HeadsRequest):
     key: int | None = Field(None, ge=0, le=100_000)
 
 
-class NextRequest(BaseModel):
+class NextRequest(Fields):
     """The text so far: a source, and the ids that follow; of a decoder alone, only these."""
 
     text: str = Field(min_length=1, max_length=4000)
     after: list[int] = Field(default_factory=list, max_length=MAX_TOKENS)
 
 
-class BeamRequest(BaseModel):
+class BeamRequest(Fields):
     text: str = Field(min_length=1, max_length=4000)
     width: int = Field(4, ge=1, le=8)
     steps: int = Field(24, ge=1, le=64)

@@ -4,15 +4,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from fastapi import FastAPI, Response
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from ..errors import SpecError
+from .fields import Fields
 from .workers import Workers
 
 MAX_LENGTH = 10**9
 
 
-class RegionRequest(BaseModel):
+class RegionRequest(Fields):
     """A square of a pattern of n positions."""
 
     pattern: str = Field(max_length=500)
@@ -22,13 +23,13 @@ class RegionRequest(BaseModel):
     size: int = Field(64, ge=1, le=MAX_LENGTH)
 
 
-class PairRequest(BaseModel):
+class PairRequest(Fields):
     pattern: str = Field(max_length=500)
     i: int = Field(ge=0, le=MAX_LENGTH)
     j: int = Field(ge=0, le=MAX_LENGTH)
 
 
-class TimingRequest(BaseModel):
+class TimingRequest(Fields):
     """A pattern that is run here."""
 
     pattern: str = Field(max_length=500)
@@ -36,7 +37,7 @@ class TimingRequest(BaseModel):
     train: bool = False
 
 
-class ResizedRequest(BaseModel):
+class ResizedRequest(Fields):
     """A preset at other sizes; layers: None for as many as it declares."""
 
     name: str = Field(max_length=100)
@@ -48,12 +49,12 @@ class ResizedRequest(BaseModel):
     train: bool = False
 
 
-class CurveRequest(BaseModel):
+class CurveRequest(Fields):
     name: str = Field(max_length=100)
     batch: int = Field(1, ge=1, le=1 << 20)
 
 
-class FittingRequest(BaseModel):
+class FittingRequest(Fields):
     name: str = Field(max_length=100)
     n: int = Field(128, ge=1, le=1 << 20)
     gib: float = Field(80.0, gt=0, le=1 << 20)
@@ -61,7 +62,7 @@ class FittingRequest(BaseModel):
     train: bool = False
 
 
-class LawsRequest(BaseModel):
+class LawsRequest(Fields):
     """The name of an implementation that the page lists, or code where the server's owner allows it."""
 
     target: str = Field("", max_length=100)

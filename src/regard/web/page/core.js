@@ -66,6 +66,9 @@ panels.forEach((tab) => {
   });
 });
 // The address has the panel and its fields, so that a view can be shared.
+// What the address asks for and this page does not have.
+function ignored(...found) { if (found.length) { const line = at("address-error"); line.hidden = false; line.textContent = (line.textContent || "In the address:") + " " + [...new Set(found)].join("; ") + "."; } }
+at("tabs").addEventListener("click", () => { at("address-error").hidden = true; });
 function remember() {
   const kept = { panel: current };
   if (current === "patterns") { Object.assign(kept, { pattern: at("pattern").value, n: at("n").value, device: at("pattern-device").value }); if (at("pattern-2").value) kept.beside = at("pattern-2").value; if (zoomed.size) Object.assign(kept, { i: zoomed.i, j: zoomed.j, size: zoomed.size }); }

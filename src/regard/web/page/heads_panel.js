@@ -74,7 +74,9 @@ async function restore() {
   const { head, mode, second } = wanted;
   wanted = null;
   if (rowOf.has(head)) choose(...head.split("/").map(Number));
-  if (mode) document.querySelector(`#modes [data-mode="${CSS.escape(mode)}"]`)?.click();
+  else if (head !== "null/null") ignored(`there is no head ${head} (layer/head)`);
+  const button = mode && document.querySelector(`#modes [data-mode="${CSS.escape(mode)}"]`);
+  if (button) button.click(); else if (mode) ignored(`there is no mode ${mode}`);
   if (second) { at("second-text").value = second; await secondText(); }
 }
 async function secondText() {

@@ -36,18 +36,22 @@ addEventListener("resize", () => { if (current === "patterns") drawAll(); });
 
 (async () => {
   const given = new URLSearchParams(location.hash.slice(1)), fields = { pattern: "pattern", n: "n", beside: "pattern-2", text: "text", target: "target", source: "source", positions: "cost-n", batch: "batch", layers: "layers", dtype: "dtype" };
-  for (const [name, id] of Object.entries(fields)) if (given.has(name)) at(id).value = given.get(name);
-  for (const id of ["pattern-device", "cost-device"]) if (given.has("device")) at(id).value = given.get("device");
+  const known = [...Object.keys(fields), "device", "train", "i", "j", "size", "layer", "head", "mode", "second", "model", "panel"], unknown = [...given.keys()].filter((name) => !known.includes(name)).map((name) => `${name} is no field of this page`);
+  const set = (id, name) => { const field = at(id), before = field.value, value = given.get(name); field.value = value; if (field.value !== value) { field.value = before; unknown.push(`${name}=${value} is not possible here`); } };
+  for (const [name, id] of Object.entries(fields)) if (given.has(name)) set(id, name);
+  if (given.has("device")) for (const id of ["pattern-device", "cost-device"]) set(id, "device");
   at("train").checked = given.get("train") === "1";
   for (const name of ["i", "j", "size"]) if (given.has(name)) zoomed[name] = +given.get(name) || zoomed[name];
   if (given.has("layer") || given.has("mode")) wanted = { head: given.get("layer") + "/" + given.get("head"), mode: given.get("mode"), second: given.get("second") };
   about = await ask("/api", null, at("model-error")) || {};
   at("version").textContent = about.version || "";
   at("model").append(...[...(about.presets || []), OWN].map((name) => new Option(name)));
-  if (given.has("model")) at("model").value = given.get("model");
+  if (given.has("model")) set("model", "model");
   at("law-target").append(...[...(about.targets || []), ...(about.code ? [OWN] : [])].map((name) => new Option(name)));
   at("law-code").hidden = !!about.code;
   for (const tab of ["model", "heads", "generate"]) at("tab-" + tab).hidden = !about.reads;
+  if (given.has("panel") && !panels.some((tab) => tab.dataset.panel === given.get("panel") && !tab.hidden)) unknown.push(`there is no panel ${given.get("panel")} here, only ${panels.filter((tab) => !tab.hidden).map((tab) => tab.dataset.panel).join(", ")}`);
+  ignored(...unknown);
   open(given.get("panel") || (given.has("pattern") ? "patterns" : about.reads ? "model" : "patterns"));
   if (about.reads) {
     const lead = at("model-lead").textContent;
