@@ -417,6 +417,16 @@ def has_autocast_kernel(name: str, device: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}"))
 
 
+def is_composite(operator: Any) -> bool:
+    """Whether this operator consists of others on every device; some that do not have a Python form of this kind."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
+
+
+def meta_kernel(operator: Any, args: tuple, kwargs: dict) -> Any:
+    """The result of an operator's C++ kernel for meta tensors; modes see the operators that this kernel calls."""
+    return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.Meta), *args, **kwargs)
+
+
 def autocast_operators(device: str) -> list[str]:
     """The operators, "aten::name.overload", that autocast treats on this device ("CPU" or "CUDA")."""
     names = torch._C._dispatch_get_all_op_names()

@@ -202,7 +202,7 @@ def twin_of(module: nn.Module, trace: Trace, dtype: torch.dtype) -> nn.Module:
     kept = [x for inner in module.modules() for x in vars(inner).values() if isinstance(x, Tensor)]
     for x in (*module.buffers(), *kept):
         if id(x) not in twins:
-            twins[id(x)] = x.clone() if x.is_meta else trace.to_meta(x)
+            twins[id(x)] = x.clone() if x.is_meta else trace.copied(x)
     for x in twins.values():
         trace.meter.track(x, "", "weight")
     try:

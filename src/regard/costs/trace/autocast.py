@@ -71,10 +71,8 @@ def _kernel(full_name: str, devices: set[str]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = _active[-1][0]
-        if device not in devices:  # autocast treats the operators that it consists of
-            out = operator.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+        if device not in devices and compat.is_composite(operator):  # autocast treats what it consists of
+            return operator.decompose(*args, **kwargs)
         how = POLICIES.get(name, "float32")
         how = "float32" if how == "sum" and device != "cuda" else how
         with compat.below_autocast():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat import aten_operator, aten_operators, is_held_once
+from ...compat import aten_operator, aten_operators, is_held_once, meta_kernel
 
 BALANCED = (
     "a choice by unknown values (top-k, argmax) is taken to be balanced: experts count at the routed number"
@@ -110,6 +110,18 @@ def _grouped_mm(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
     return torch.empty(*rows, b.shape[-1], dtype=kwargs.get("out_dtype") or a.dtype, device="meta")
 
 
+def _by_parts(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The operations that the kernel consists of, one by one."""
+    with trace:
+        return meta_kernel(func, args, kwargs)
+
+
+def _shrunk(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """A loss that is computed for every entry; its mean or sum stays in that memory."""
+    out, reduction = torch.empty_like(args[0]), args[3] if len(args) > 3 else kwargs.get("reduction", 1)
+    return out.resize_(()) if reduction else out
+
+
 def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Positions drawn at random with known probabilities: they are drawn once."""
     out = func(*args, **kwargs)
@@ -137,7 +149,7 @@ VALUED = "nonzero masked_select bincount repeat_interleave _unique _unique2 uniq
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(aten_operators(*VALUED.split()), _by_value),
     aten_operator("index"): _index,
-    **dict.fromkeys(aten_operators("scatter", "scatter_add", "index_put"), _in_place),
+    **dict.fromkeys(aten_operators("scatter", "scatter_add", "index_put", "index_add"), _in_place),
     aten_operator("add"): _accumulated,
     aten_operator("histc"): _histc,
     aten_operator("equal"): _equal,
@@ -148,6 +160,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten_operator("all"): _assumed(HIDES, _hides),
     aten_operator("multinomial"): _drawn,
     aten_operator("_grouped_mm"): _grouped_mm,
+    aten_operator("_trilinear"): _by_parts,
+    aten_operator("binary_cross_entropy"): _shrunk,
     # A fused optimizer writes its tensors in place and allocates nothing.
     **dict.fromkeys(aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), lambda *_: None),
 }

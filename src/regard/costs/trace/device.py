@@ -20,9 +20,12 @@ CREATORS = """
     kaiser_window range
 """
 CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
+FACTORIZATIONS = "cholesky eig eigh eigvals eigvalsh inv lstsq matrix_exp pinv qr svd svdvals"
 UNKNOWN_WORKSPACE = [getattr(torch, name) for name in f"{CONVOLUTIONS} lstm gru rnn_tanh rnn_relu".split()]
-WORKSPACE = "what oneDNN or cuDNN allocate inside a convolution or a recurrent layer is not counted"
-NONZERO = "the factors of products (prod) are taken not to be 0: otherwise their gradients need more memory"
+UNKNOWN_WORKSPACE += [torch.matrix_exp, *(getattr(torch.linalg, name) for name in FACTORIZATIONS.split())]
+WORKSPACE = "what oneDNN, cuDNN or LAPACK allocate (convolutions, recurrence, factorizations) is not counted"
+NONZERO = "factors of products (prod, cumprod) are taken not to be 0: otherwise gradients need more memory"
+CUMULATIVE = (torch.cumprod, Tensor.cumprod)
 # The index of the simulated device. No machine has so many, so no cache takes it for a real device.
 INDEX = 111
 MAKERS = [getattr(torch, name) for name in CREATORS.split()]
@@ -61,7 +64,8 @@ class OnDevice(TorchFunctionMode):
             **{f: lambda *a, f=f, device=None, **k: f(*a, **k, device=self._where(device)) for f in MAKERS},
             **{function: partial(self._with_note, function) for function in UNKNOWN_WORKSPACE},
             F.mish: F.silu,  # as many tensors; its gradient is one kernel on meta tensors too
-            **dict.fromkeys((torch.prod, Tensor.prod), self._product),
+            **{f: partial(self._product, f) for f in (torch.prod, Tensor.prod, *CUMULATIVE)},
+            **{f: partial(self._max_pool1d, f) for f in (F.max_pool1d, torch.max_pool1d)},
             **({torch.dropout: dropout, torch.rms_norm: rms_norm} if on_gpu else {}),
             **replaced,
         }
@@ -73,6 +77,8 @@ class OnDevice(TorchFunctionMode):
                 return self.attributes[func](*args, **kwargs)
         if func not in self.handlers and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._where(kwargs["device"])}
+        if func in self.handlers and "input" in kwargs:  # the first argument by its name
+            args, kwargs = (kwargs["input"], *args), {k: x for k, x in kwargs.items() if k != "input"}
         return self.handlers.get(func, func)(*args, **kwargs)
 
     def _where(self, device: Any) -> torch.device:
@@ -84,9 +90,21 @@ class OnDevice(TorchFunctionMode):
         self.trace.notes[WORKSPACE] = None
         return function(*args, **kwargs)
 
-    def _product(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _product(self, function: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.trace.notes |= {NONZERO: None} if x.requires_grad and torch.is_grad_enabled() else {}
-        return Product.apply(x, args, kwargs)
+        return Product.apply(x, function, args, kwargs)
+
+    def _max_pool1d(self, function: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The CPU stores the positions of the maxima only if a gradient or the model needs them."""
+        needed = (x.requires_grad and torch.is_grad_enabled()) or kwargs.get("return_indices")
+        if needed or self.device.type != "cpu":
+            return function(x, *args, **kwargs)
+        copied = x.contiguous()
+        out = self.trace.tracked(lambda: function(copied, *args, **kwargs), "max_pool1d")
+        with without_function_modes():
+            if self.trace.all_known(x):
+                self.trace.values[out] = self.trace.computed(function, (x, *args), kwargs)[0]
+        return out
 
     def _tensor(self, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor):
@@ -158,11 +176,11 @@ def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps
 
 
 class Product(torch.autograd.Function):
-    """x.prod(axis): if no factor is 0, which PyTorch finds out of real tensors only, the gradient is a quotient."""
+    """x.prod(axis) or x.cumprod(axis): if no factor is 0, which only real tensors show, the gradient divides by x."""
 
     @staticmethod
-    def forward(ctx, x, args, kwargs):
-        out = x.prod(*args, **kwargs)
+    def forward(ctx, x, function, args, kwargs):
+        out, ctx.cumulative = function(x, *args, **kwargs), function in CUMULATIVE
         ctx.axes = [a for a in (*args[:1], kwargs.get("dim")) if type(a) is int]
         ctx.save_for_backward(x, out)
         return out
@@ -170,11 +188,19 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, out = ctx.saved_tensors
-        if ctx.axes:  # the zeros of each slice are counted; both tensors stay to the end
+        if ctx.axes:  # where a factor is 0, which PyTorch keeps to the end
             zeros = x == 0
+        if ctx.cumulative:  # the sums of out · grad from each factor on
+            out = out * grad
+            last_first = out.flip(ctx.axes)
+            sums = last_first.cumsum(ctx.axes[0])
+            grad = sums.flip(ctx.axes)
+            del last_first, sums
+            return grad / x, None, None, None
+        if ctx.axes:
             counts = zeros.sum(ctx.axes[0], keepdim=True)
             grad, out = grad.reshape(counts.shape), out.reshape(counts.shape)
-        return grad * (out / x), None, None
+        return grad * (out / x), None, None, None
 
 
 class FusedRmsNorm(torch.autograd.Function):
