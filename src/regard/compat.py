@@ -417,6 +417,11 @@ def has_autocast_kernel(name: str, device: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}"))
 
 
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile calls this function between two graphs. torch.compiler.disable imports the compiler at once."""
+    return getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
+
+
 def is_composite(operator: Any) -> bool:
     """Whether this operator consists of others on every device; some that do not have a Python form of this kind."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
