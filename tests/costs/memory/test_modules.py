@@ -81,9 +81,6 @@ TRAINED = {
     "averages with the channels last": of(lambda y: F.avg_pool2d(image(y), 2)),
     "adaptive averages": of(lambda y: F.adaptive_avg_pool1d(y.mT, 7)),
     "rows that are selected": of(lambda y: y.index_select(1, torch.arange(0, N, 3))),
-    "a bilinear layer": lambda: Function(
-        lambda s, x: s.b(s.a(x), x), b=nn.Bilinear(D, D, 7), **projections("a")
-    ),
     "the old weight norm": lambda: Function(lambda s, x: s.a(x), a=nn.utils.weight_norm(nn.Linear(D, 9 * D))),
     "the old spectral norm": lambda: Function(
         lambda s, x: s.a(x), a=nn.utils.spectral_norm(nn.Linear(D, 9 * D))
@@ -110,20 +107,13 @@ EXACT = {
     "a Fourier transform of a middle axis": of(lambda y: torch.fft.fft(y, dim=1).real),
     "a Fourier transform of a transposed table": of(lambda y: torch.fft.rfft(y.mT).real),
     "an inverse transform of two axes": of(lambda y: torch.fft.irfft2(torch.fft.rfft2(y))),
-    "patches": of(lambda y: F.unfold(image(y), 3, padding=1)),
-    "few patches": of(lambda y: F.unfold(image(y), 2, stride=4)),
     "reflected edges": of(lambda y: F.pad(y.mT, (3, 3), mode="reflect")),
     "medians of columns": of(lambda y: y.median(1)[0]),
     "medians of rows": of(lambda y: y.median(-1)[0]),
     "the median of everything": of(lambda y: y.median()),
     "an enlarged image": of(lambda y: F.interpolate(image(y), scale_factor=2)),
     "cross-entropy of logits": of(lambda y: F.binary_cross_entropy_with_logits(y, torch.zeros_like(y))),
-    "cross-entropy of probabilities": of(lambda y: F.binary_cross_entropy(y.sigmoid(), torch.zeros_like(y))),
     "a Huber loss": of(lambda y: F.huber_loss(y, torch.zeros_like(y))),
-    "a distance": of(lambda y: torch.dist(y, torch.zeros_like(y))),
-    "means of rows that meet": of(
-        lambda y: torch.zeros_like(y).scatter_reduce(1, torch.zeros(y.shape, dtype=torch.long), y, "mean")
-    ),
     "the old weight norm": TRAINED["the old weight norm"],
 }
 

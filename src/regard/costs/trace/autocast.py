@@ -68,10 +68,11 @@ def _register() -> Any:
 def _kernel(full_name: str, devices: set[str]) -> Callable[..., Any]:
     name, _, overload = full_name.removeprefix("aten::").partition(".")
     operator = getattr(getattr(torch.ops.aten, name), overload or "default")
+    composite = compat.has_kernel(full_name, "CompositeImplicitAutograd")  # others may have one in Python
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = _active[-1][0]
-        if device not in devices and compat.is_composite(operator):  # autocast treats what it consists of
+        if device not in devices and composite:  # autocast treats the operators that it consists of
             return operator.decompose(*args, **kwargs)
         how = POLICIES.get(name, "float32")
         how = "float32" if how == "sum" and device != "cuda" else how

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat import aten_operator, aten_operators, is_held_once, meta_kernel
+from ...compat import aten_operator, aten_operators, is_held_once
 
 BALANCED = (
     "a choice by unknown values (top-k, argmax) is taken to be balanced: experts count at the routed number"
@@ -110,18 +110,6 @@ def _grouped_mm(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
     return torch.empty(*rows, b.shape[-1], dtype=kwargs.get("out_dtype") or a.dtype, device="meta")
 
 
-def _by_parts(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The operations that the kernel consists of, one by one."""
-    with trace:
-        return meta_kernel(func, args, kwargs)
-
-
-def _shrunk(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """A loss that is computed for every entry; its mean or sum stays in that memory."""
-    out, reduction = torch.empty_like(args[0]), args[3] if len(args) > 3 else kwargs.get("reduction", 1)
-    return out.resize_(()) if reduction else out
-
-
 def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Positions drawn at random with known probabilities: they are drawn once."""
     out = func(*args, **kwargs)
@@ -160,8 +148,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten_operator("all"): _assumed(HIDES, _hides),
     aten_operator("multinomial"): _drawn,
     aten_operator("_grouped_mm"): _grouped_mm,
-    aten_operator("_trilinear"): _by_parts,
-    aten_operator("binary_cross_entropy"): _shrunk,
     # A fused optimizer writes its tensors in place and allocates nothing.
     **dict.fromkeys(aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), lambda *_: None),
 }

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...compat import has_autocast_kernel, without_function_modes
+from ...compat import has_kernel, without_function_modes
 from ...nested import map_leaves
 from .data_dependent import FINITE
 
@@ -99,12 +100,9 @@ class OnDevice(TorchFunctionMode):
         needed = (x.requires_grad and torch.is_grad_enabled()) or kwargs.get("return_indices")
         if needed or self.device.type != "cpu":
             return function(x, *args, **kwargs)
-        copied = x.contiguous()
-        out = self.trace.tracked(lambda: function(copied, *args, **kwargs), "max_pool1d")
-        with without_function_modes():
-            if self.trace.all_known(x):
-                self.trace.values[out] = self.trace.computed(function, (x, *args), kwargs)[0]
-        return out
+        meter, track = self.trace.meter, self.trace.meter.track
+        with patch.object(meter, "track", lambda y, *a: None if y.dtype == torch.int64 else track(y, *a)):
+            return function(x.contiguous(), *args, **kwargs)
 
     def _tensor(self, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor):
@@ -170,7 +168,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
 
 def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
     """On a GPU x / rms is one kernel, which saves x and one number per row."""
-    if has_autocast_kernel("aten::rms_norm", "CUDA") and torch.is_autocast_enabled("cuda"):
+    if has_kernel("aten::rms_norm", "AutocastCUDA") and torch.is_autocast_enabled("cuda"):
         x, weight = x.float(), None if weight is None else weight.float()
     return FusedRmsNorm.apply(x, weight, len(normalized_shape))
 

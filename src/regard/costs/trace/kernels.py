@@ -129,12 +129,6 @@ def _one_layout(args: tuple, outs: list[Tensor]) -> int:
     return sum(x.nbytes for x in tensors if not x.is_contiguous(memory_format=form))
 
 
-def _im2col(args: tuple, outs: list[Tensor]) -> int:
-    """A copy of what is not contiguous; the memory of a result that is at first as large as x."""
-    size, out = args[0].nbytes, outs[0].nbytes
-    return _copies(args, outs) + size - (out if out <= size else 0)
-
-
 def _fft(args: tuple, outs: list[Tensor]) -> int:
     """MKL copies its input unless the axes that are not transformed can be viewed as one."""
     x, axes = args[0], {a % args[0].dim() for a in args[1]}
@@ -169,10 +163,7 @@ CUDA: dict[str, Needs] = {
 CPU: dict[str, Needs] = {
     **dict.fromkeys(LOSSES, lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes),
     "binary_cross_entropy_with_logits": lambda args, outs: 2 * args[0].nbytes - outs[0].nbytes,
-    # Two tables of ones, for the counts.
-    "scatter_reduce": lambda args, outs: 9 * outs[0].numel() if args[4] == "mean" else 0,
     "huber_loss": lambda args, outs: args[0].nbytes - outs[0].nbytes,
-    "dist": lambda args, outs: max(x.nbytes for x in args[:2]),  # the differences
     "_safe_softmax": _safe_softmax,
     "logsumexp": lambda args, outs: args[0].nbytes + outs[0].nbytes,  # exp(x − maximum), and the maxima
     # Sorted in a copy, unless the values of each median are next to each other.
@@ -180,7 +171,6 @@ CPU: dict[str, Needs] = {
     "kthvalue": lambda args, outs: args[0].nbytes + 8 * args[0].numel(),  # copies of values and positions
     **dict.fromkeys(CAST.split(), _cast),
     **dict.fromkeys(f"{POOLED} {PADDED}".split(), _one_layout),
-    "im2col": _im2col,
     **(
         dict.fromkeys(("_fft_r2c", "_fft_c2c", "_fft_c2r"), _fft) if torch.backends.mkl.is_available() else {}
     ),
@@ -203,8 +193,9 @@ PRODUCTS: dict[str, Callable[..., int]] = {
     # Groups of rows have a matrix each (experts): every row is multiplied once.
     **dict.fromkeys(("_int_mm", "_grouped_mm"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]),
     # ‖a − b‖ of every pair: a difference and a square per entry, counted like one product.
-    "_cdist_forward": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
-    "_euclidean_dist": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
+    **dict.fromkeys(
+        ("_cdist_forward", "_euclidean_dist"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2]
+    ),
 }
 
 
@@ -244,7 +235,7 @@ def product_flops(op: Any, args: tuple, kwargs: dict, out: Any) -> int | None:
 
 # Names of operations without a formula that contain matrix products, or may contain some.
 UNKNOWN = re.compile(
-    r"((?<!cu)mm|mv|conv|rnn|lstm|gru|fft|solve|cholesky|geqrf|ormqr|pdist|attention|transformer|linalg_(?!vector))"
+    r"((?<!cu)mm|mv|conv|rnn|lstm|gru|fft|solve|cholesky|geqrf|ormqr|pdist|attention|transformer|trilinear|linalg_(?!vector))"
 )
 
 

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ... import compat
 from ..data.rows import IGNORED
 from . import loss_cuda
 
@@ -39,7 +38,7 @@ def cross_entropy(
     return ChunkedCrossEntropy.apply(rows, table, bias, y, smoothing, chunk, torch.is_grad_enabled())
 
 
-@compat.outside_graphs
+@getattr(torch, "_disable_dynamo", torch.compiler.disable)  # which imports the compiler at the first call
 def _counted(
     rows: Float[Tensor, "n d"], y: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, "counted d"], Int[Tensor, " counted"]]:
