@@ -284,7 +284,7 @@ def test_assumptions_about_values_are_stated():
 def test_the_unknown_workspace_of_convolutions_lstms_and_factorizations_is_stated(layer):
     notes = cost(layer, torch.zeros(2, 4, 8) if isinstance(layer, nn.Module) else torch.zeros(2, 8, 8)).notes
     assert notes == (
-        "what oneDNN, cuDNN or LAPACK allocate (convolutions, recurrence, factorizations) is not counted",
+        "memory inside a convolution, a recurrent layer or a factorization of a matrix is not counted",
     )
     assert cost(nn.Linear(8, 4), torch.zeros(2, 4, 8)).notes == ()
 

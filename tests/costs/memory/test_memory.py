@@ -728,7 +728,9 @@ def test_a_trace_does_not_write_to_the_buffers_and_inputs_of_the_model():
 
 def test_products_are_noted_whose_gradient_needs_more_if_a_factor_is_0():
     model, given = Narrow(HIDDEN["prod"]), {"x": torch.randn(3, 64)}
-    assert "factors of products (prod, cumprod) are taken not to be 0" in str(cost(model, given, train=True).notes)
+    assert "factors of products (prod, cumprod) are taken not to be 0" in str(
+        cost(model, given, train=True).notes
+    )
     assert "prod" not in str(cost(lambda x: x.prod(-1), given["x"]).notes)
 
 

@@ -24,7 +24,7 @@ CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_tran
 FACTORIZATIONS = "cholesky eig eigh eigvals eigvalsh inv lstsq matrix_exp pinv qr svd svdvals"
 UNKNOWN_WORKSPACE = [getattr(torch, name) for name in f"{CONVOLUTIONS} lstm gru rnn_tanh rnn_relu".split()]
 UNKNOWN_WORKSPACE += [torch.matrix_exp, *(getattr(torch.linalg, name) for name in FACTORIZATIONS.split())]
-WORKSPACE = "what oneDNN, cuDNN or LAPACK allocate (convolutions, recurrence, factorizations) is not counted"
+WORKSPACE = "memory inside a convolution, a recurrent layer or a factorization of a matrix is not counted"
 NONZERO = "factors of products (prod, cumprod) are taken not to be 0: otherwise gradients need more memory"
 CUMULATIVE = (torch.cumprod, Tensor.cumprod)
 # The index of the simulated device. No machine has so many, so no cache takes it for a real device.
