@@ -412,15 +412,15 @@ def denormals_flushed() -> bool:
 AUTOCAST_KEY = "AutocastIPU"  # a dispatch key that no backend of today uses: its kernels are those of rg.cost
 
 
-def has_autocast_kernel(name: str, device: str) -> bool:
-    """Whether autocast treats the operator `aten::name.overload` on this device ("CPU" or "CUDA")."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}"))
+def has_kernel(name: str, key: str) -> bool:
+    """Whether the operator `aten::name.overload` has a C++ kernel of this kind, such as "AutocastCUDA"."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def autocast_operators(device: str) -> list[str]:
     """The operators, "aten::name.overload", that autocast treats on this device ("CPU" or "CUDA")."""
     names = torch._C._dispatch_get_all_op_names()
-    return sorted(n for n in names if n.startswith("aten::") and has_autocast_kernel(n, device))
+    return sorted(n for n in names if n.startswith("aten::") and has_kernel(n, f"Autocast{device}"))
 
 
 def register_autocast(kernels: dict[str, Callable[..., Any]]) -> Any:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard.pattern import causal, count_rows, documents, every, full, lengths, sinks, window
+from regard.pattern import causal, count_rows, documents, every, full, lengths, selected, sinks, tree, window
 
 N, M, ROWS = 7, 11, 3
 OFFSETS, ENDS = torch.tensor([4, 0, 4]), torch.tensor([11, 5, 0])
@@ -30,10 +30,14 @@ def test_rows_are_counted_with_their_own_offset_and_keys(pattern, at, seen):
 
 
 @pytest.mark.parametrize("seen", [None, ENDS, SPANS], ids=["all", "ends", "spans"])
-def test_data_by_row_are_counted_with_the_keys_of_their_row(seen):
+@pytest.mark.parametrize("at", [None, 2, OFFSETS], ids=["default", "one", "by row"])
+def test_data_by_row_are_counted_with_the_keys_and_the_offset_of_their_row(at, seen):
     ids = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2, [2] * 11])
-    for pattern in (documents(ids), documents(ids) & window(2), lengths(torch.tensor([9, 3, 11]))):
-        assert count_rows(pattern, N, M, ROWS, None, seen) == int(table(pattern, None, seen).sum())
+    parents = torch.tensor([[-1, *range(10)], [-1] * 11, [-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4]])
+    blocks = torch.tensor([[[0], [1], [0]], [[2], [-1], [2]], [[0], [0], [0]]])
+    words = (documents(ids), lengths(torch.tensor([9, 3, 11])), tree(parents), selected(blocks, size=4))
+    for pattern in (*words, documents(ids) & window(2), ~documents(ids) | sinks(1)):
+        assert count_rows(pattern, N, M, ROWS, at, seen) == int(table(pattern, at, seen).sum())
 
 
 def test_data_of_all_rows_count_for_each():

@@ -1,11 +1,12 @@
-"""The pairs of batch rows that differ in their query offsets, or in the keys that they may see."""
+"""The pairs of batch rows that differ in their query offsets, in their data, or in the keys that they may see."""
 
 from collections import Counter
+from dataclasses import fields, replace
+from typing import Any
 
 from torch import Tensor
 
-from . import data
-from .algebra import At, Pattern, query_offset
+from .algebra import At, Both, Either, Not, Pattern, query_offset
 from .words import sinks
 
 
@@ -14,18 +15,28 @@ def count_rows(
 ) -> int:
     """How many pairs are allowed for one head in all batch rows; where data differ by head, in all heads of the data.
 
-    at: the query offset, or one per row. lengths: (rows,) or (rows, 2), as `attention` takes them. Where each row has
-    an offset and data of its own, every row counts with the mean of the data.
+    at: the query offset, or one per row. lengths: (rows,) or (rows, 2), as `attention` takes them.
     """
-    of_data = pattern.data_shape[0]
-    if of_data > 1 and lengths is not None and not isinstance(at, Tensor):
-        seen = lengths.view(rows, -1)
-        inside = data.lengths(seen[:, -1]) - data.lengths(seen[:, 0] * (seen.shape[1] - 1))
-        return (pattern & inside).count(n, m, query_offset(pattern, n, m, at))
     ends = [[m]] * rows if lengths is None else lengths.view(rows, -1).tolist()
     offsets = at.tolist() if isinstance(at, Tensor) else [at] * rows
+    data = range(rows) if pattern.data_shape[0] > 1 else [0] * rows
+    alike = Counter(zip(data, offsets, ((0, *row)[-2:] for row in ends)))
     pairs = 0
-    for (offset, (first, end)), times in Counter(zip(offsets, ((0, *row)[-2:] for row in ends))).items():
-        words = pattern if (first, end) == (0, m) else pattern & sinks(end) - sinks(first)
+    for (row, offset, (first, end)), times in alike.items():
+        words = _of_row(pattern, row)
+        words = words if (first, end) == (0, m) else words & sinks(end) - sinks(first)
         pairs += times * words.count(n, m, query_offset(pattern, n, m, offset))
-    return pairs // of_data
+    return pairs
+
+
+def _of_row(pattern: Pattern, row: int) -> Pattern:
+    """The same pattern with the data of one batch row."""
+
+    def of_word(word: Pattern) -> Pattern:
+        if word.varies[0] == 1:
+            return word
+        data: Any = word  # a frozen dataclass
+        own = {f.name: getattr(data, f.name) for f in fields(data)}
+        return replace(data, **{k: x[row : row + 1] for k, x in own.items() if isinstance(x, Tensor)})
+
+    return pattern.fold(of_word, Both, Either, Not)

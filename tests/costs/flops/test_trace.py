@@ -277,11 +277,14 @@ def test_assumptions_about_values_are_stated():
     assert any("checks of values" in n for n in notes) and any("hide something" in n for n in notes)
 
 
-@pytest.mark.parametrize("layer", [nn.Conv1d(4, 4, 3), nn.ConvTranspose1d(4, 4, 3), nn.LSTM(8, 4)])
-def test_the_unknown_workspace_of_convolutions_and_lstms_is_stated(layer):
-    notes = cost(layer, torch.zeros(2, 4, 8)).notes
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv1d(4, 4, 3), nn.ConvTranspose1d(4, 4, 3), nn.LSTM(8, 4), torch.linalg.qr, torch.matrix_exp],
+)
+def test_the_unknown_workspace_of_convolutions_lstms_and_factorizations_is_stated(layer):
+    notes = cost(layer, torch.zeros(2, 4, 8) if isinstance(layer, nn.Module) else torch.zeros(2, 8, 8)).notes
     assert notes == (
-        "what oneDNN or cuDNN allocate inside a convolution or a recurrent layer is not counted",
+        "memory inside a convolution, a recurrent layer or a factorization of a matrix is not counted",
     )
     assert cost(nn.Linear(8, 4), torch.zeros(2, 4, 8)).notes == ()
 

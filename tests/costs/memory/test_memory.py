@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import regard as rg
 from ledger_cases import cases
@@ -619,7 +620,6 @@ class Narrow(torch.nn.Module):
         return {"loss": self.last(out).relu().mean() if out.shape[-1:] == (256,) else out.sum()}
 
 
-nn = torch.nn
 HIDDEN = {  # what PyTorch allocates inside these, or inside their gradients, on the CPU
     "prod": lambda x: x.prod(-1),
     "prod, keepdim": lambda x: x * x.prod(dim=-1, keepdim=True),
@@ -728,7 +728,9 @@ def test_a_trace_does_not_write_to_the_buffers_and_inputs_of_the_model():
 
 def test_products_are_noted_whose_gradient_needs_more_if_a_factor_is_0():
     model, given = Narrow(HIDDEN["prod"]), {"x": torch.randn(3, 64)}
-    assert "factors of products (prod) are taken not to be 0" in str(cost(model, given, train=True).notes)
+    assert "factors of products (prod, cumprod) are taken not to be 0" in str(
+        cost(model, given, train=True).notes
+    )
     assert "prod" not in str(cost(lambda x: x.prod(-1), given["x"]).notes)
 
 
@@ -747,3 +749,21 @@ def test_layers_whose_memory_is_not_known_are_noted():
         "PyTorch's attention modules are traced without their fast path, which stores all n × n weights",
     )
     assert not cost(encoder.train(), x).notes and not cost(encoder.eval(), x, train=True).notes
+
+
+@pytest.mark.parametrize(
+    ("layers", "train", "buffers"),
+    [
+        ((nn.LayerNorm(8), nn.GELU()), False, 0),
+        ((nn.LayerNorm(8), nn.GELU()), True, 0),
+        ((nn.Conv1d(4, 4, 3), nn.LayerNorm(6)), True, 0),
+        ((nn.Linear(8, 8, bias=False),), False, 32),
+        ((nn.Linear(8, 8, bias=False),), True, 64),
+        # The input needs no gradient and the weight is frozen: nothing is multiplied in the backward pass.
+        ((nn.Linear(8, 8).requires_grad_(False), nn.LayerNorm(8)), True, 33),
+    ],
+    ids=["forward", "training", "convolution", "product", "trained product", "frozen product"],
+)
+def test_a_thread_that_multiplies_no_matrices_has_no_buffer_of_cublas(layers, train, buffers):
+    x = torch.zeros(2, 4, 8)
+    assert cost(nn.Sequential(*layers), x, train=train, device="cuda").memory.workspace == buffers << 20

@@ -215,6 +215,39 @@ def test_rotary_positions_whose_weights_depend_on_more_than_the_distance_are_fou
     assert "the weight of (1, " in rotary_fault(harness_of(module), module.double()).evidence
 
 
+class Reflected(Rotated):
+    """Causal self-attention with rotary positions."""
+
+    def rotated(self, x, direction):
+        signs = torch.tensor([1.0, -1.0]).to(x).repeat(x.shape[-1] // 2)
+        return super().rotated(x, direction) * signs if direction else x
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Rotated(0.0), Bidirectional(0.0, mask=False), Reflected(0.0)],
+    ids=["causal", "bidirectional", "reflected"],
+)
+def test_queries_that_are_rotated_alone_are_found(module):
+    """Equal keys then have equal weights, as they have with any function of j − i that is constant."""
+    fault = rotary_fault(harness_of(module), module.double())
+    assert fault.headline == "only the queries are rotated, not the keys"
+    assert "the outputs at 1 and " in fault.evidence
+
+
+def test_scores_that_are_nearly_0_hide_no_correct_rotation():
+    """Both effects of a rotation shrink with the scores: the weights are equal, and the outputs are, too."""
+    module = Rotated()
+    with torch.no_grad():
+        module.q.weight *= 1e-4
+        module.q.bias *= 1e-4
+    assert rotary_fault(harness_of(module), module.double()) is None
+
+
 def test_keys_that_are_rotated_backwards_break_a_law():
     broken = outcome(Rotated(-1.0), "L65")
     assert broken.status == "broken"
+
+
+def test_queries_that_are_reflected_alone_break_a_law():
+    assert outcome(Reflected(0.0), "L65").status == "broken"

@@ -215,3 +215,13 @@ def test_every_lesson_is_listed_with_its_settings():
         all(f"\nT{i}: " in listed for i in range(1, 14))
         and "run" not in listed.split("\nT1: ")[1].split("\n")[1]
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[1]", "expected a JSON object, not list"), ('{"lesson": "T5", "claim": ""}', "it has no passed")],
+)
+def test_a_folder_with_another_lesson_json_is_refused_in_words(tmp_path, text, words):
+    (tmp_path / "lesson.json").write_text(text)
+    with pytest.raises(rg.FormatError, match=words):
+        _ = rg.training.LessonResult(tmp_path).number

@@ -1,5 +1,7 @@
 """The chunked loss against PyTorch's, values and gradients."""
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,3 +101,16 @@ def test_every_head_gives_what_its_logits_are_made_of(head):
     x = torch.randint(11, (2, 5))
     parts = model.head.inputs(model.states(x), model.embedding.table)
     assert torch.equal(F.linear(*parts), model(x))
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # Python warnings inside Dynamo; this test is about its log
+def test_a_compiled_loss_with_ignored_targets_logs_no_warning(caplog):
+    """Which targets are ignored is read between two graphs; inside one, Dynamo warns of Tensor.item()."""
+    states, table = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
+    targets = torch.tensor([1, IGNORED, 3, 0, 6])
+    compiled = torch.compile(cross_entropy, backend="eager")
+    with caplog.at_level(logging.WARNING, logger="torch._dynamo"):
+        got = compiled(states, table, targets)[0]
+    assert not caplog.records
+    assert torch.equal(got, cross_entropy(states, table, targets)[0])

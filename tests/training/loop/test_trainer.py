@@ -221,12 +221,16 @@ DAMAGE = {
     shorten: "optimizer.safetensors is damaged: its checksum differs from the stored one",
     reformat: "its format is 2, not 1",
     lambda f: (f / "state.json").write_text("{"): "Expecting property name",
+    lambda f: (f / "state.json").write_text("[1, 2]"): "state.json holds a list, where an object with the",
+    lambda f: (f / "state.json").write_text("[" * 100_000): "maximum recursion depth exceeded",
     lambda f: (f / "weights.safetensors").unlink(): "[Errno 2] No such file or directory",
 }
 
 
 @pytest.mark.parametrize(
-    "change", DAMAGE, ids=["another step", "flipped bit", "truncated", "foreign", "half JSON", "missing"]
+    "change",
+    DAMAGE,
+    ids=["another step", "flipped bit", "truncated", "foreign", "half JSON", "list", "nested", "missing"],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(whole, tmp_path, change):
     message = damaged(whole, tmp_path, change)

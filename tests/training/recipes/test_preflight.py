@@ -311,3 +311,9 @@ def test_tensorboard_gets_numbers_only(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(rg.RegardError, match=r"needs tensorboard: pip install tensorboard$"):
         TensorBoardWriter(tmp_path)
+
+
+def test_damaged_lines_of_head_statistics_are_left_out(tmp_path):
+    lines = ('{"step": 2}', "[1]", "null", "{}", '{"step": 1}', '{"step"')
+    (tmp_path / "heads.jsonl").write_text("\n".join(lines))
+    assert read(tmp_path) == [{"step": 1}, {"step": 2}]

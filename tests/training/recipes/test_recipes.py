@@ -339,3 +339,17 @@ def test_fewer_classes_than_the_data_have_are_refused(tmp_path):
     model = replace(made.model, head=rg.ClassifierHead(2))
     text = "the data have 3 classes and the model 2; declare ClassifierHead(3)"
     assert too_small(replace(made, model=model), tmp_path) == text
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("1,1", r"recipe 'translate-h200': layers needs to be a list such as \(4, 3\), not '1,1'"),
+        (1, r"recipe 'translate-h200': layers needs to be a list such as \(4, 3\), not 1"),
+        ((1,), r"layers=\(1,\): two numbers are needed, of the encoder and of the decoder"),
+        ((1, 2, 3), r"layers=\(1, 2, 3\): two numbers are needed, of the encoder and of the decoder"),
+    ],
+)
+def test_the_two_numbers_of_layers_are_named(given, text):
+    with pytest.raises(rg.SpecError, match=f"^{text}$"):
+        recipe("translate-h200", layers=given)

@@ -40,6 +40,7 @@ UNTRACED = {  # what meta tensors cannot represent, by names that only PyTorch's
 STRATEGIES = ("fsdp", "ddp")
 DIVIDED = ("weights", "gradients", "optimizer state", "master weights")  # among ranks by FSDP
 TABLES = "engine tables"  # tables and buffers of the engine, which later calls use again
+CUBLAS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
 WORKSPACE, BIAS_WORKSPACE = 32 << 20, 1 << 20  # cuBLAS and cuBLASLt, per thread that multiplies (H100, H200)
 
 
@@ -83,12 +84,14 @@ class Run:
 
     @property
     def workspaces(self) -> list[int]:
-        """Buffers of cuBLAS, and of cuBLASLt once a product adds a bias; the thread of backward has its own."""
+        """Buffers of cuBLAS, and of cuBLASLt once a product adds a bias, of each thread that multiplies matrices."""
         if self.trace.device != "cuda":
             return []
-        biased = {r.phase == "backward" for r in self.trace.meter.records if r.operation == "addmm"}
-        threads = (False, True) if self.trains else (False,)
-        return [WORKSPACE] * len(threads) + [BIAS_WORKSPACE for thread in threads if thread in biased]
+        threads = {
+            (r.phase == "backward", r.operation) for r in self.trace.meter.records
+        }  # backward has its own
+        products, biased = ({t for t, name in threads if name in names} for names in (CUBLAS, ("addmm",)))
+        return [WORKSPACE] * len(products) + [BIAS_WORKSPACE] * len(biased)
 
     def keys(self, kind: str) -> set[int]:
         return {k for k, name in self.kinds.items() if name == kind}
@@ -202,7 +205,7 @@ def twin_of(module: nn.Module, trace: Trace, dtype: torch.dtype) -> nn.Module:
     kept = [x for inner in module.modules() for x in vars(inner).values() if isinstance(x, Tensor)]
     for x in (*module.buffers(), *kept):
         if id(x) not in twins:
-            twins[id(x)] = x.clone() if x.is_meta else trace.to_meta(x)
+            twins[id(x)] = x.clone() if x.is_meta else trace.copied(x)
     for x in twins.values():
         trace.meter.track(x, "", "weight")
     try:

@@ -68,13 +68,12 @@ def _register() -> Any:
 def _kernel(full_name: str, devices: set[str]) -> Callable[..., Any]:
     name, _, overload = full_name.removeprefix("aten::").partition(".")
     operator = getattr(getattr(torch.ops.aten, name), overload or "default")
+    composite = compat.has_kernel(full_name, "CompositeImplicitAutograd")  # others may have one in Python
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = _active[-1][0]
-        if device not in devices:  # autocast treats the operators that it consists of
-            out = operator.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+        if device not in devices and composite:  # autocast treats the operators that it consists of
+            return operator.decompose(*args, **kwargs)
         how = POLICIES.get(name, "float32")
         how = "float32" if how == "sum" and device != "cuda" else how
         with compat.below_autocast():

@@ -137,7 +137,7 @@ VALUED = "nonzero masked_select bincount repeat_interleave _unique _unique2 uniq
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(aten_operators(*VALUED.split()), _by_value),
     aten_operator("index"): _index,
-    **dict.fromkeys(aten_operators("scatter", "scatter_add", "index_put"), _in_place),
+    **dict.fromkeys(aten_operators("scatter", "scatter_add", "index_put", "index_add"), _in_place),
     aten_operator("add"): _accumulated,
     aten_operator("histc"): _histc,
     aten_operator("equal"): _equal,

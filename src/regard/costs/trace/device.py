@@ -4,13 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...compat import has_autocast_kernel, without_function_modes
+from ...compat import has_kernel, without_function_modes
 from ...nested import map_leaves
 from .data_dependent import FINITE
 
@@ -20,9 +21,12 @@ CREATORS = """
     kaiser_window range
 """
 CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
+FACTORIZATIONS = "cholesky eig eigh eigvals eigvalsh inv lstsq matrix_exp pinv qr svd svdvals"
 UNKNOWN_WORKSPACE = [getattr(torch, name) for name in f"{CONVOLUTIONS} lstm gru rnn_tanh rnn_relu".split()]
-WORKSPACE = "what oneDNN or cuDNN allocate inside a convolution or a recurrent layer is not counted"
-NONZERO = "the factors of products (prod) are taken not to be 0: otherwise their gradients need more memory"
+UNKNOWN_WORKSPACE += [torch.matrix_exp, *(getattr(torch.linalg, name) for name in FACTORIZATIONS.split())]
+WORKSPACE = "memory inside a convolution, a recurrent layer or a factorization of a matrix is not counted"
+NONZERO = "factors of products (prod, cumprod) are taken not to be 0: otherwise gradients need more memory"
+CUMULATIVE = (torch.cumprod, Tensor.cumprod)
 # The index of the simulated device. No machine has so many, so no cache takes it for a real device.
 INDEX = 111
 MAKERS = [getattr(torch, name) for name in CREATORS.split()]
@@ -61,7 +65,8 @@ class OnDevice(TorchFunctionMode):
             **{f: lambda *a, f=f, device=None, **k: f(*a, **k, device=self._where(device)) for f in MAKERS},
             **{function: partial(self._with_note, function) for function in UNKNOWN_WORKSPACE},
             F.mish: F.silu,  # as many tensors; its gradient is one kernel on meta tensors too
-            **dict.fromkeys((torch.prod, Tensor.prod), self._product),
+            **{f: partial(self._product, f) for f in (torch.prod, Tensor.prod, *CUMULATIVE)},
+            **{f: partial(self._max_pool1d, f) for f in (F.max_pool1d, torch.max_pool1d)},
             **({torch.dropout: dropout, torch.rms_norm: rms_norm} if on_gpu else {}),
             **replaced,
         }
@@ -73,6 +78,8 @@ class OnDevice(TorchFunctionMode):
                 return self.attributes[func](*args, **kwargs)
         if func not in self.handlers and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._where(kwargs["device"])}
+        if func in self.handlers and "input" in kwargs:  # the first argument by its name
+            args, kwargs = (kwargs["input"], *args), {k: x for k, x in kwargs.items() if k != "input"}
         return self.handlers.get(func, func)(*args, **kwargs)
 
     def _where(self, device: Any) -> torch.device:
@@ -84,9 +91,18 @@ class OnDevice(TorchFunctionMode):
         self.trace.notes[WORKSPACE] = None
         return function(*args, **kwargs)
 
-    def _product(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _product(self, function: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.trace.notes |= {NONZERO: None} if x.requires_grad and torch.is_grad_enabled() else {}
-        return Product.apply(x, args, kwargs)
+        return Product.apply(x, function, args, kwargs)
+
+    def _max_pool1d(self, function: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The CPU stores the positions of the maxima only if a gradient or the model needs them."""
+        needed = (x.requires_grad and torch.is_grad_enabled()) or kwargs.get("return_indices")
+        if needed or self.device.type != "cpu":
+            return function(x, *args, **kwargs)
+        meter, track = self.trace.meter, self.trace.meter.track
+        with patch.object(meter, "track", lambda y, *a: None if y.dtype == torch.int64 else track(y, *a)):
+            return function(x.contiguous(), *args, **kwargs)
 
     def _tensor(self, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor):
@@ -152,17 +168,17 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
 
 def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
     """On a GPU x / rms is one kernel, which saves x and one number per row."""
-    if has_autocast_kernel("aten::rms_norm", "CUDA") and torch.is_autocast_enabled("cuda"):
+    if has_kernel("aten::rms_norm", "AutocastCUDA") and torch.is_autocast_enabled("cuda"):
         x, weight = x.float(), None if weight is None else weight.float()
     return FusedRmsNorm.apply(x, weight, len(normalized_shape))
 
 
 class Product(torch.autograd.Function):
-    """x.prod(axis): if no factor is 0, which PyTorch finds out of real tensors only, the gradient is a quotient."""
+    """x.prod(axis) or x.cumprod(axis): if no factor is 0, which only real tensors show, the gradient divides by x."""
 
     @staticmethod
-    def forward(ctx, x, args, kwargs):
-        out = x.prod(*args, **kwargs)
+    def forward(ctx, x, function, args, kwargs):
+        out, ctx.cumulative = function(x, *args, **kwargs), function in CUMULATIVE
         ctx.axes = [a for a in (*args[:1], kwargs.get("dim")) if type(a) is int]
         ctx.save_for_backward(x, out)
         return out
@@ -170,11 +186,19 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, out = ctx.saved_tensors
-        if ctx.axes:  # the zeros of each slice are counted; both tensors stay to the end
+        if ctx.axes:  # where a factor is 0, which PyTorch keeps to the end
             zeros = x == 0
+        if ctx.cumulative:  # the sums of out · grad from each factor on
+            out = out * grad
+            last_first = out.flip(ctx.axes)
+            sums = last_first.cumsum(ctx.axes[0])
+            grad = sums.flip(ctx.axes)
+            del last_first, sums
+            return grad / x, None, None, None
+        if ctx.axes:
             counts = zeros.sum(ctx.axes[0], keepdim=True)
             grad, out = grad.reshape(counts.shape), out.reshape(counts.shape)
-        return grad * (out / x), None, None
+        return grad * (out / x), None, None, None
 
 
 class FusedRmsNorm(torch.autograd.Function):

@@ -7,6 +7,7 @@ nothing. FLOPs are those of matrix products; operations are named that may conta
 import re
 from collections.abc import Callable
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,6 +121,24 @@ def _copies(args: tuple, outs: list[Tensor]) -> int:
     return sum(x.nbytes for x in args[:2] if isinstance(x, Tensor) and not x.is_contiguous())
 
 
+def _one_layout(args: tuple, outs: list[Tensor]) -> int:
+    """Copies of what is not laid out as the first tensor: contiguous, or with its channels last."""
+    tensors = [*(x for i, x in enumerate(args) if isinstance(x, Tensor) and i != 1), *outs]
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(args[0].dim(), torch.contiguous_format)
+    form = last if args[0].is_contiguous(memory_format=last) else torch.contiguous_format
+    return sum(x.nbytes for x in tensors if not x.is_contiguous(memory_format=form))
+
+
+def _fft(args: tuple, outs: list[Tensor]) -> int:
+    """MKL copies its input unless the axes that are not transformed can be viewed as one."""
+    x, axes = args[0], {a % args[0].dim() for a in args[1]}
+    if x.is_complex() and not outs[0].is_complex() and len(axes) > 1:
+        return 2 * x.nbytes  # the other axes are transformed first
+    kept = [(x.stride(k), x.shape[k]) for k in range(x.dim()) if k not in axes and x.shape[k] > 1]
+    apart = any(wide != step * size for (wide, _), (step, size) in pairwise(sorted(kept, reverse=True)))
+    return apart * x.nbytes
+
+
 def _batch_norm_backward(args: tuple, outs: list[Tensor]) -> int:
     """A copy of the input if it and the gradient are contiguous with equal strides, else one number per channel."""
     grad, x = args[:2]
@@ -130,6 +149,9 @@ def _batch_norm_backward(args: tuple, outs: list[Tensor]) -> int:
 CAST = "add sub mul div pow maximum minimum eq ne lt le gt ge sum cumsum prod"
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 LOSSES = ("mse_loss", "smooth_l1_loss")  # the loss of every entry, before their mean or sum
+POOLS = "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d"
+POOLED = f"{POOLS} {POOLS.replace(' ', '_backward ')}_backward adaptive_max_pool2d max_pool3d_with_indices"
+PADDED = "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"
 CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
     # The kernel stores the product of the gradient and the output.
@@ -140,10 +162,18 @@ CUDA: dict[str, Needs] = {
 }
 CPU: dict[str, Needs] = {
     **dict.fromkeys(LOSSES, lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes),
+    "binary_cross_entropy_with_logits": lambda args, outs: 2 * args[0].nbytes - outs[0].nbytes,
+    "huber_loss": lambda args, outs: args[0].nbytes - outs[0].nbytes,
     "_safe_softmax": _safe_softmax,
     "logsumexp": lambda args, outs: args[0].nbytes + outs[0].nbytes,  # exp(x − maximum), and the maxima
+    # Sorted in a copy, unless the values of each median are next to each other.
+    **dict.fromkeys(("median", "nanmedian"), lambda a, _: (1 not in map(a[0].stride, a[1:2])) * a[0].nbytes),
     "kthvalue": lambda args, outs: args[0].nbytes + 8 * args[0].numel(),  # copies of values and positions
     **dict.fromkeys(CAST.split(), _cast),
+    **dict.fromkeys(f"{POOLED} {PADDED}".split(), _one_layout),
+    **(
+        dict.fromkeys(("_fft_r2c", "_fft_c2c", "_fft_c2r"), _fft) if torch.backends.mkl.is_available() else {}
+    ),
     **dict.fromkeys((*SOFTMAX, "native_layer_norm", "native_layer_norm_backward"), _copies),
     **dict.fromkeys(("abs", "angle"), lambda args, outs: args[0].is_complex() * args[0].nbytes),
     # Both sides with two more columns: the squares, and ones.
@@ -163,8 +193,9 @@ PRODUCTS: dict[str, Callable[..., int]] = {
     # Groups of rows have a matrix each (experts): every row is multiplied once.
     **dict.fromkeys(("_int_mm", "_grouped_mm"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]),
     # ‖a − b‖ of every pair: a difference and a square per entry, counted like one product.
-    "_cdist_forward": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
-    "_euclidean_dist": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
+    **dict.fromkeys(
+        ("_cdist_forward", "_euclidean_dist"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2]
+    ),
 }
 
 

@@ -175,14 +175,18 @@ class Trace(DispatchMode):
         if not isinstance(x, Tensor) or x.is_meta:
             return x
         if x not in self._metas:
-            with torch.no_grad(), without_dispatch_modes():
-                twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            if x.requires_grad:
-                twin.requires_grad_(x.is_floating_point() or x.is_complex())
-            elif x.numel() <= MAX_VALUE_ENTRIES and not isinstance(x, nn.Parameter):
-                self.values[twin] = self._alone(torch.clone, (x,), {})  # a module may write to its buffers
-            self._metas[x] = nn.Parameter(twin) if isinstance(x, nn.Parameter) else twin
+            self._metas[x] = self.copied(x)
         return self._metas[x]
+
+    def copied(self, x: Tensor) -> Tensor:
+        """A new meta tensor like x; it is freed where a module replaces it, as old weight norms do at every call."""
+        with torch.no_grad(), without_dispatch_modes():
+            twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if x.requires_grad:
+            twin.requires_grad_(x.is_floating_point() or x.is_complex())
+        elif x.numel() <= MAX_VALUE_ENTRIES and not isinstance(x, nn.Parameter):
+            self.values[twin] = self._alone(torch.clone, (x,), {})  # a module may write to its buffers
+        return nn.Parameter(twin) if isinstance(x, nn.Parameter) else twin
 
     def joined(self, x: Any) -> Any:
         """The meta twin of a tensor that an operation takes; a real one on the CPU is a table of the engine."""

@@ -78,10 +78,16 @@ def rotary_fault(harness: Harness, module: nn.Module) -> Cause | None:
     x = harness.sequence(1, 1).expand(-1, n, -1)
     weights = equal_input_weights(harness, copy.deepcopy(module), x)
     limit = 1e-3 if harness.dtype == torch.float64 else 1e-2  # angles are usually computed in float32
-    if weights is None or (words := _by_more(harness, weights.log(), "weight", limit)) is None:
+    if weights is None:
+        return None
+    headline = "with rotary positions the weights depend on more than j − i"
+    words = _by_more(harness, weights.log(), "weight", limit)
+    if words is None and (words := _queries_alone(harness, module, weights, limit)) is not None:
+        headline = "only the queries are rotated, not the keys"
+    if words is None:
         return None
     return Cause(
-        "with rotary positions the weights depend on more than j − i", "rotary positions",
+        headline, "rotary positions",
         "rotate q and k alike: by the angle position · frequency, in the same direction",
         f"with equal inputs, in a call with n = {n}: {words}", "", 1, 1,
     )  # fmt: skip
@@ -148,6 +154,30 @@ def _by_more(harness: Harness, logs: Tensor, name: str, limit: float) -> str | N
             j = int(apart.argmax())
             return f"the {name} of ({i}, {j}) and ({i + 1}, {j + 1}) differ by {float(apart.max()):.3g}"
     return None
+
+
+def _queries_alone(harness: Harness, module: nn.Module, weights: Tensor, limit: float) -> str | None:
+    """Where equal keys have equal weights at any distance, although a query's position changes its output.
+
+    Of two inputs in turn, every second query sees each of them equally often: without positions, and with a function
+    of j − i that is constant, its output is always the same.
+    """
+    n, exact = weights.shape[-1], 1e-6 if harness.dtype == torch.float64 else 1e-4
+    seen = torch.ones(n, n, dtype=weights.dtype, device=weights.device)
+    seen = seen.tril() if harness.supports("always causal") else seen
+    if n < 4 or float((weights - seen / seen.sum(-1, keepdim=True)).abs().max()) > exact:
+        return None
+    with torch.no_grad():
+        in_turn = harness.sequence(1, 2).repeat(1, n, 1)[:, :n]
+        out = harness.run(in_turn, None, module)[0, 1::2]
+    apart = (out - out[:1]).abs().amax(-1) / out.abs().max()
+    if float(apart.max()) <= limit:
+        return None
+    far = 2 * int(apart.argmax()) + 1
+    return (
+        f"all weights of a query are equal; of two inputs in turn, the outputs at 1 and {far} differ by "
+        f"{float(apart.max()):.2g} of the largest"
+    )
 
 
 def _sides(

@@ -17,7 +17,7 @@ from torch import nn
 
 from ... import spec
 from ...errors import FormatError, SpecError, nearest
-from ...files import make_folder
+from ...files import make_folder, read_json
 from ...lens.recorder import Recorder
 from ...nn.serialization import WEIGHTS, load, save
 from ..loop import checkpoints
@@ -129,6 +129,14 @@ class LessonEstimate:
         return "\n".join([f"{self.number}: {settings}", *rows, end])
 
 
+def _stored(folder: Path) -> dict[str, Any]:
+    """The content of lesson.json."""
+    stored = read_json(folder / FILE)
+    if missing := {"lesson", "claim", "passed"} - stored.keys():
+        raise FormatError(f"{folder / FILE} is not a lesson of regard: it has no {min(missing)}")
+    return stored
+
+
 @dataclass(frozen=True, repr=False)
 class LessonResult:
     """A finished lesson. Everything is read from its folder; in a notebook it shows its page."""
@@ -138,7 +146,7 @@ class LessonResult:
     @property
     def stored(self) -> dict[str, Any]:
         """The content of lesson.json."""
-        return json.loads((self.folder / FILE).read_text(encoding="utf-8"))
+        return _stored(self.folder)
 
     @property
     def number(self) -> str:
@@ -254,7 +262,7 @@ def _claim(chosen: LessonChoice, folder: Path) -> None:
             f"{folder} contains the run of a recipe; use another folder: --out runs/{chosen.number}"
         )
     if (folder / FILE).is_file():
-        other = json.loads((folder / FILE).read_text(encoding="utf-8"))["lesson"]
+        other = _stored(folder)["lesson"]
         if other != chosen.number:
             raise FormatError(
                 f"{folder} contains lesson {other}; use another folder: --out runs/{chosen.number}"

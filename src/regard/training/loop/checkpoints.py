@@ -189,7 +189,7 @@ def read(folder: Path, step: int | None = None, ranks: Ranks = ALONE) -> Checkpo
     def checked() -> dict[str, Any]:
         try:
             return _checked(at, ranks)
-        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as e:
+        except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as e:
             before = [s for s in stored if s < step]
             then = f"resume from the one before it, step {before[-1]}" if before else "train from the start"
             raise FormatError(
@@ -202,6 +202,8 @@ def read(folder: Path, step: int | None = None, ranks: Ranks = ALONE) -> Checkpo
 def _checked(at: Path, ranks: Ranks) -> dict[str, Any]:
     """The state of a checkpoint after its checksums were verified; each rank verifies a part of the files."""
     state = json.loads((at / STATE).read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise ValueError(f"{STATE} holds a {type(state).__name__}, where an object with the state is needed")
     if state.get("format") != 1:
         raise ValueError(f"its format is {state.get('format')!r}, not 1")
     if state.pop("own_sum", None) != _own_sum(state):

@@ -32,12 +32,19 @@ def cross_entropy(
     rows, y = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
     if loss_cuda.supports(rows):
         return loss_cuda.cross_entropy(rows, table, y, bias, smoothing, chunk)
-    counted = y != IGNORED
-    if not bool(counted.all()):
-        rows, y = rows[counted], y[counted]
+    rows, y = _counted(rows, y)
     if chunk is None:
         chunk = max(1, (CPU_CHUNK_LOGITS if rows.is_cpu else OTHER_CHUNK_LOGITS) // len(table))
     return ChunkedCrossEntropy.apply(rows, table, bias, y, smoothing, chunk, torch.is_grad_enabled())
+
+
+@getattr(torch, "_disable_dynamo", torch.compiler.disable)  # which imports the compiler at the first call
+def _counted(
+    rows: Float[Tensor, "n d"], y: Int[Tensor, " n"]
+) -> tuple[Float[Tensor, "counted d"], Int[Tensor, " counted"]]:
+    """The tokens whose target is not IGNORED. It reads values, which no compiled graph does."""
+    counted = y != IGNORED
+    return (rows, y) if bool(counted.all()) else (rows[counted], y[counted])
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

@@ -108,6 +108,8 @@ def _translator(
     vocab: int, d_model: int, layers: Sequence[int], heads: int, d_ff: int, dropout: int | float
 ) -> EncoderDecoder:
     """A pre-norm Transformer with one table of embeddings; layers of the encoder and of the decoder."""
+    if len(layers) != 2:
+        raise SpecError(f"layers={layers}: two numbers are needed, of the encoder and of the decoder")
     embedding = Embedding(vocab, d_model, position=sinusoidal(), scaled=True, dropout=dropout)
     # Gated with 8/3 · d_model has as many parameters as ungated with 4 · d_model. Biases take 5 % of the time and do
     # not lower the loss.
@@ -316,7 +318,7 @@ def recipe(name: str, **parameters: Any) -> Recipe:
     for key, given in parameters.items():
         if isinstance(given, os.PathLike):
             parameters[key] = given = os.fspath(given)  # a recipe is stored as JSON
-        _require_type(name, key, given, known[key].annotation)
+        _require_type(name, key, given, known[key])
         if key in ("steps", "rows", "tokens", "rate") and not 0 < given < inf:
             raise SpecError(f"recipe {name!r}: {key}={given}; it needs to be more than 0 and finite")
     required = [key for key, p in known.items() if p.default is p.empty and key not in parameters]
@@ -330,8 +332,9 @@ def recipe(name: str, **parameters: Any) -> Recipe:
     return RECIPES[name](**parameters)
 
 
-def _require_type(name: str, key: str, given: Any, annotation: Any) -> None:
+def _require_type(name: str, key: str, given: Any, parameter: inspect.Parameter) -> None:
     """Refuse a value of another type than the parameter's; a whole number is also a number, and True is neither."""
+    annotation = parameter.annotation
     kinds = [get_origin(kind) or kind for kind in get_args(annotation) or (annotation,)]
     if get_origin(annotation) not in (None, Union, UnionType):
         kinds = [get_origin(annotation)]
@@ -342,5 +345,6 @@ def _require_type(name: str, key: str, given: Any, annotation: Any) -> None:
         needed = " or ".join(
             WORDS.get(kind, kind.__name__) for kind in dict.fromkeys(kinds) if kind is not NoneType
         )
+        needed += f" such as {parameter.default}" if Sequence in kinds else ""
         hint = "; --data FILE trains on your own file" if key == "data" else ""
         raise SpecError(f"recipe {name!r}: {key} needs to be {needed}, not {given!r}{hint}")

@@ -78,7 +78,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:  # incomplete: the process was killed while writing it
+            entries[entry["step"]] = entry
+        except (ValueError, TypeError, KeyError):  # incomplete: killed while writing it, or damaged
             continue
-        entries[entry["step"]] = entry
     return [entries[step] for step in sorted(entries)]
