@@ -4,10 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import regard as rg
+from regard.engine import call
+from regard.engine.cpu import documents
+from regard.errors import BackendError
 
 N = 1024
 
@@ -147,3 +151,39 @@ def test_transforms_in_a_compiled_graph_are_those_of_the_formula(name):
     for mine, theirs in zip(ours, right, strict=True):
         torch.compiler.reset()
         assert_close(torch.compile(mine, backend="aot_eager")(q), theirs(q))
+
+
+FAKED = {
+    "window": rg.causal() & rg.window(5),
+    "documents": rg.documents(torch.arange(64) // 16),
+    "causal documents": rg.causal() & rg.documents(torch.arange(64) // 16),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "tiles", "reference"])
+@pytest.mark.parametrize("real", [False, True], ids=["fake queries", "real queries"])
+@pytest.mark.parametrize("name", FAKED)
+def test_what_a_mode_of_fake_tensors_made_is_not_used_after_it(name, real, backend):
+    call._dense.cache_clear()
+    documents._layouts.cache_clear()
+    pattern, q = FAKED[name], randn(1, 2, 64, 8, seed=0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = q if real else torch.empty(1, 2, 64, 8, dtype=torch.float64)
+        assert isinstance(rg.attention(x, x, x, pattern, backend=backend), FakeTensor)
+    inputs = q.clone().requires_grad_()
+    o = rg.attention(inputs, inputs, inputs, pattern, backend=backend)
+    o.sum().backward()
+    assert_close(o.detach(), by_formula(q, q, q, pattern.allowed(64)))
+    assert inputs.grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("error")  # PyTorch warns where the memory of a fake tensor is read
+@pytest.mark.parametrize("backend", ["auto", "tiles"])
+def test_ids_that_are_fake_are_not_read(backend):
+    with FakeTensorMode():
+        q, ids = torch.empty(1, 2, 64, 8), torch.zeros(64, dtype=torch.long)
+        if backend == "auto":
+            assert rg.attention(q, q, q, rg.documents(ids)).shape == q.shape
+            return
+        with pytest.raises(BackendError, match="the data of the pattern must be read; use backend='sdpa'"):
+            rg.attention(q, q, q, rg.documents(ids), backend=backend)

@@ -390,7 +390,7 @@ def has_empty_row(pattern: Pattern, n: int, m: int, start: int, step: int) -> bo
 def dense(pattern: Pattern, n: int, m: int, at: At | Tensor, like: Tensor) -> Bool[Tensor, "*b n m"]:
     """pattern.allowed, cached for the few sizes in use while it is small."""
     # Fake tensors and those of a transform must not be cached.
-    if type(like) is not Tensor or torch.compiler.is_compiling() or compat.transforms_active():
+    if not eager(like):
         return pattern.allowed(n, m, at, like.device)
     try:
         if isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:
