@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import BackendError
+
 # What observes a call: transforms of torch.func, dispatch modes, autocast.
 
 
@@ -400,6 +402,21 @@ def denormals_preserved() -> Iterator[None]:
     finally:
         if denormals_flushed() and not before:
             torch.set_flush_denormal(False)
+
+
+@contextmanager
+def compiler_errors_named(backend: str) -> Iterator[None]:
+    """An error of PyTorch's compiler becomes one that names the backend and its alternative."""
+    try:
+        yield
+    except RuntimeError as e:
+        of_compiler = getattr(sys.modules.get("torch._dynamo.exc"), "TorchDynamoException", ())
+        if not isinstance(e, of_compiler):
+            raise
+        words = " ".join(str(e).strip().splitlines()[:2])
+        raise BackendError(
+            f"backend={backend!r} cannot run this: PyTorch's compiler fails ({words}); use backend='auto'"
+        ) from e
 
 
 def denormals_flushed() -> bool:
