@@ -371,7 +371,7 @@ def normalized(call: Call) -> Call:
 def check(call: Call) -> Call:
     """The call, if its tensors fit one another; else a ShapeError that says which do not."""
     q, k, v = call.q, call.k, call.v
-    require_one_kind(q, k, v)
+    require_one_kind(call)
     if q.shape[-1] != k.shape[-1]:
         raise ShapeError(f"queries are {q.shape[-1]} wide and keys {k.shape[-1]}; q·k needs one width d_k")
     if k.shape[:3] != v.shape[:3]:

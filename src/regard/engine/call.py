@@ -94,10 +94,10 @@ class Call:
         """Which keys `lengths` leaves visible in each batch row; None: all."""
         if self.lengths is None:
             return None
-        keys = torch.arange(self.m, device=self.q.device)
-        if self.lengths.dim() == 1:
-            return keys < self.lengths[:, None]
-        return (keys >= self.lengths[:, :1]) & (keys < self.lengths[:, 1:])
+        keys, lengths = torch.arange(self.m, device=self.q.device), self.lengths.to(self.q.device)
+        if lengths.dim() == 1:
+            return keys < lengths[:, None]
+        return (keys >= lengths[:, :1]) & (keys < lengths[:, 1:])
 
     def row_extras(self) -> tuple[Tensor | None, ...]:
         """Lengths and offsets by batch row, where there are any."""

@@ -450,16 +450,25 @@ class where(Data):
         try:
             pairs = self.fn(i, j)
         except RuntimeError as e:
+            if "device" in str(e) and isinstance(i, Tensor):
+                raise self._other_device(i) from e
             if "ambiguous" not in str(e):
                 raise
             raise SpecError(
                 f"{self!r}: i and j are tensors; combine conditions with & and |, and choose with torch.where"
             ) from e
+        if isinstance(pairs, Tensor) and pairs.is_meta and isinstance(i, Tensor) and not i.is_meta:
+            raise self._other_device(i)
         kind = pairs.dtype if isinstance(pairs, Tensor) else type(pairs)
         if kind in (int, float) or (isinstance(kind, torch.dtype) and kind != torch.bool):
             name = kind.__name__ if isinstance(kind, type) else kind
             raise SpecError(f"{self!r}: it returned {name}, and a condition is needed, true or false")
         return pairs
+
+    def _other_device(self, i: Tensor) -> ShapeError:
+        return ShapeError(
+            f"{self!r}: i and j are on {i.device}, and the function reads a tensor on another device; move it there"
+        )
 
     def row_mask(self, inside):
         fn = self.fn
