@@ -61,6 +61,12 @@ autocast_active: Callable[[], bool] = _first(
 )
 
 
+def sizes_are_symbols() -> bool:
+    """Whether sizes may stand for others, so that their values decide nothing: under torch.compile and torch.export,
+    and under torch.jit.trace, where a size is a tensor."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def higher_derivatives() -> bool:
     """Whether forward-mode differentiation is active, or a gradient of torch.func within another one."""
     forward = getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0

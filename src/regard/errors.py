@@ -111,12 +111,8 @@ def not_an_argument(foreign: dict[str, Any]) -> Exception:
     return TypeError(f"attention() got an unexpected keyword argument {next(iter(foreign))!r}")
 
 
-def require_one_kind(call: Any) -> None:
-    """Refuse tensors of several devices or dtypes, and of dtypes that attention does not compute in.
-
-    Lengths and query offsets may be on the CPU: they are small, and moved.
-    """
-    q, k, v = call.q, call.k, call.v
+def require_one_kind(q: Any, k: Any, v: Any) -> None:
+    """Refuse tensors of several devices or dtypes, and of dtypes that attention does not compute in."""
     if not (q.device == k.device == v.device):
         raise ShapeError(f"q is on {q.device}, k on {k.device}, v on {v.device}; put all three on one device")
     if not (q.dtype == k.dtype == v.dtype):
@@ -125,7 +121,14 @@ def require_one_kind(call: Any) -> None:
         raise ShapeError(f"q, k and v are {q.dtype}; attention needs floating-point numbers: x.float()")
     if q.element_size() == 1:
         raise ShapeError(f"q, k and v are {q.dtype}; at least 16 bits are needed: x.bfloat16()")
-    bias = call.bias
+
+
+def require_device(call: Any) -> None:
+    """Refuse what is on another device than the queries: the data of a pattern, a table, a bias, a sink.
+
+    Lengths and query offsets may be on the CPU: they are small, and moved.
+    """
+    q, bias = call.q, call.bias
     named = {"bias": bias} if not hasattr(bias, "slopes") else {"table": bias.table, "slopes": bias.slopes}
     named |= {"pattern": call.table, "sink_logits": call.sink_logits, "lengths": call.lengths, "at": call.at}
     for name, x in named.items():

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import regard as rg
-from regard.engine import call
+from regard.engine import backends, call
 from regard.engine.cpu import documents
 from regard.errors import BackendError
 
@@ -187,3 +187,62 @@ def test_ids_that_are_fake_are_not_read(backend):
             return
         with pytest.raises(BackendError, match="the data of the pattern must be read; use backend='sdpa'"):
             rg.attention(q, q, q, rg.documents(ids), backend=backend)
+
+
+class Traced(torch.nn.Module):
+    def __init__(self, pattern, **options):
+        super().__init__()
+        self.pattern, self.options = pattern, options
+
+    def forward(self, q, k, v):
+        return rg.attention(q, k, v, self.pattern, **self.options)
+
+
+TRACED = {
+    "full": (None, {}),
+    "causal": (rg.causal(), {}),
+    "window": (rg.causal() & rg.window(3), {}),
+    "empty rows": (rg.window(1) & ~rg.window(1), {}),
+    "documents": (rg.documents(torch.arange(11) // 4), {}),
+    "lengths": (rg.causal(), {"lengths": torch.tensor([3, 11])}),
+    "by name": (rg.causal(), {"backend": "reference"}),
+    "softcap": (rg.causal(), {"softcap": 2.0}),
+    "slopes": (rg.causal(), {"bias": rg.ByDistance(slopes=torch.ones(4))}),
+}
+
+
+@pytest.mark.compiled  # without the type checker: a traced size is a tensor
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_can_be_traced(name, kv_heads):
+    pattern, options = TRACED[name]
+    inputs = [
+        torch.randn(2, h, 11, 8, generator=torch.Generator().manual_seed(h)) for h in (4, kv_heads, kv_heads)
+    ]
+    held = len(backends.PREPARED.values)
+    traced = torch.jit.trace(Traced(pattern, **options), inputs, check_trace=False)
+    assert len(backends.PREPARED.values) == held  # which are found again by sizes that are numbers
+    for x in (inputs, [-2 * x for x in inputs]):
+        assert_close(traced(*x), rg.attention(*x, pattern, **options))
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_traced_language_model_reads_other_lengths():
+    model = rg.preset("tiny-gpt").build().eval()
+    traced = torch.jit.trace(model, torch.arange(12)[None], check_trace=False)
+    for n in (12, 7, 19):
+        assert_close(traced(torch.arange(n)[None]), model(torch.arange(n)[None]))
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_backend_that_cannot_be_traced_says_so():
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(BackendError) as e:
+        torch.jit.trace(Traced(rg.causal(), backend="tiles"), (q, q, q))
+    assert str(e.value) == (
+        "backend='tiles' cannot run this: torch.jit.trace records PyTorch's own operations, and no others; "
+        "use backend='sdpa'"
+    )
