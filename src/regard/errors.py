@@ -111,6 +111,45 @@ def not_an_argument(foreign: dict[str, Any]) -> Exception:
     return TypeError(f"attention() got an unexpected keyword argument {next(iter(foreign))!r}")
 
 
+_REAL = "padding is given as the number of real tokens of each row"
+_DECLARED = "it is declared: rg.Attention(…, {})"
+_INSTEAD_IN_MODULES = {  # of arguments of the modules of other libraries
+    "attention_mask": f"{_REAL}, mask.sum(-1)",
+    "padding_mask": f"{_REAL}, (~mask).sum(-1) if True is padding",
+    "key_padding_mask": f"{_REAL}, (~mask).sum(-1) if True is padding",
+    "src_key_padding_mask": f"{_REAL}, (~mask).sum(-1) if True is padding",
+    "mask": "a bool tensor is a pattern, where True is 'may attend'",
+    "attn_mask": "a bool tensor is a pattern, where True is 'may attend'",
+    "is_causal": _DECLARED.format("pattern=rg.causal()"),
+    "causal": _DECLARED.format("pattern=rg.causal()"),
+    "dropout": _DECLARED.format("dropout=0.1"),
+    "need_weights": "the weights are returned by return_weights=True",
+    "output_attentions": "the weights are returned by return_weights=True",
+    "key": "keys and values are computed from the context",
+    "value": "keys and values are computed from the context",
+    "memory": "keys and values are computed from the context",
+    "encoder_hidden_states": "keys and values are computed from the context",
+    "past_key_values": "earlier keys are held by a cache, model.cache()",
+    "use_cache": "earlier keys are held by a cache, model.cache()",
+    "token_type_ids": "the types of tokens are called types",
+    "position_ids": "positions are counted, in each of several documents from 0 on",
+    "labels": "the loss is computed from the logits, by torch.nn.functional.cross_entropy",
+}
+
+
+def not_an_argument_of(module: Any, foreign: dict[str, Any]) -> Exception:
+    """The same for a module: what is meant here, if that is known, and what it takes."""
+    from inspect import signature
+
+    name, kind = next(iter(foreign)), type(module)
+    takes = ", ".join(p for p in signature(kind.forward).parameters if p not in ("self", "foreign"))
+    if name in _INSTEAD_IN_MODULES:
+        return SpecError(
+            f"{name} is not an argument of {kind.__name__}: {_INSTEAD_IN_MODULES[name]}. It takes {takes}"
+        )
+    return TypeError(f"{kind.__name__} got an unexpected keyword argument {name!r}; it takes {takes}")
+
+
 def require_one_kind(q: Any, k: Any, v: Any) -> None:
     """Refuse tensors of several devices or dtypes, and of dtypes that attention does not compute in."""
     if not (q.device == k.device == v.device):
