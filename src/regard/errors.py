@@ -10,7 +10,9 @@ A message contains the value that was passed, the numbers that conflict, and wha
 """
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -85,6 +87,21 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
         raise SpecError(f"at={at}: a query offset is a whole number")
     if not isinstance(scale, Real | None) or isinstance(scale, bool):
         raise SpecError(f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k")
+
+
+@contextmanager
+def compiler_errors_named(backend: str) -> Iterator[None]:
+    """An error of PyTorch's compiler becomes one that names the backend and its alternative."""
+    try:
+        yield
+    except RuntimeError as e:
+        of_compiler = getattr(sys.modules.get("torch._dynamo.exc"), "TorchDynamoException", ())
+        if not isinstance(e, of_compiler):
+            raise
+        words = " ".join(str(e).strip().splitlines()[:2])
+        raise BackendError(
+            f"backend={backend!r} cannot run this: PyTorch's compiler fails ({words}); use backend='auto'"
+        ) from e
 
 
 _INSTEAD = {  # of arguments of other libraries

@@ -145,12 +145,40 @@ def test_transforms_in_a_compiled_graph_are_those_of_the_formula(name):
         yield lambda q: torch.func.jvp(lambda q: attend(q, k, v), (q,), (k,))[1]
         yield lambda q: torch.func.grad(lambda q: attend(q, k, v).square().sum())(q)
         yield lambda q: torch.func.vmap(lambda q: attend(q[None], k[:1], v[:1]))(q)
+        first = torch.func.grad(lambda q: attend(q, k, v).square().sum())
+        yield torch.func.grad(lambda q: first(q).square().sum())
 
     ours = transformed(lambda *x: rg.attention(*x, pattern))
     right = transformed(lambda *x: by_formula(*x, pattern.allowed(n)))
     for mine, theirs in zip(ours, right, strict=True):
         torch.compiler.reset()
         assert_close(torch.compile(mine, backend="aot_eager")(q), theirs(q))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("backend", ["sdpa", "tiles"])
+def test_a_backend_by_name_refuses_second_derivatives_in_a_compiled_graph(backend):
+    q = randn(1, 2, 9, 8, seed=0)
+    first = torch.func.grad(lambda q: rg.attention(q, q, q, rg.causal(), backend=backend).square().sum())
+    twice = torch.compile(torch.func.grad(lambda q: first(q).square().sum()), backend="aot_eager")
+    with pytest.raises(BackendError, match="only the formula has forward-mode and second derivatives here"):
+        twice(q)
+
+
+@pytest.mark.compiled
+def test_a_compiled_gradient_of_a_gradient_works_by_the_formula(monkeypatch):
+    """What docs/engine.md says of create_graph=True inside a graph."""
+    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
+    q = randn(1, 2, 9, 8, seed=0)
+
+    def penalty(q, backend="reference"):
+        o = rg.attention(q, q, q, rg.causal() & rg.window(3), backend=backend)
+        return torch.autograd.grad(o.square().sum(), q, create_graph=True)[0].square().sum()
+
+    found, right = (q.clone().requires_grad_() for _ in range(2))
+    torch.compile(penalty, backend="aot_eager", fullgraph=True)(found).backward()
+    penalty(right).backward()
+    assert_close(found.grad, right.grad)
 
 
 FAKED = {

@@ -109,7 +109,7 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
 def _without_sizes(f: CallFacts) -> Backend:
     """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times. Under torch.func
     only PyTorch's own operations: it has no rules for others, and would take their forward derivatives for 0."""
-    if f.hard:
+    if f.hard or f.higher:
         return TABLE["reference"]
     if f.unmasked and not f.return_lse and not stores_scores(f):
         return TABLE["sdpa"]

@@ -284,7 +284,7 @@ def facts_of(call: Call) -> CallFacts:
         return_lse=call.return_lse or call.sink_logits is not None,  # a sink is joined by its log-sum-exp
         grad=needs_grad(call.q, call.k, call.v),
         observed=not eager(call.q, call.k, call.v),
-        higher=not torch.compiler.is_compiling() and compat.higher_derivatives(),
+        higher=compat.higher_derivatives(),
     )
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import compat
+from ..errors import compiler_errors_named
 from ..pattern import BlockGrid, Data, Pattern, neighborhood, positions, query_offset, where
 from ..pattern.block_mask import from_grid
 from ..pattern.classification import BLOCK
@@ -86,8 +87,7 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     if torch.compiler.is_compiling():
         result = flex_attention(q, k, v, block_mask=mask, **options)
     else:
-        # On the CPU it is C++ that is compiled at the first call.
-        with compat.denormals_preserved(), compat.compiler_errors_named("flex"):
+        with compat.denormals_preserved(), compiler_errors_named("flex"):  # C++ on the CPU
             result = _compiled(_kind(call))(q, k, v, block_mask=mask, **options)
     o, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return o[..., : call.v.shape[-1]], lse
