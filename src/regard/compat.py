@@ -30,14 +30,13 @@ def _first(*candidates: Callable[[], Any]) -> Any:
     raise AssertionError("the last candidate needs no private API")
 
 
+def _from_python_dispatch(name: str) -> Callable[[], Any]:
+    return lambda: getattr(import_module("torch.utils._python_dispatch"), name)
+
+
 def _nested_gradients() -> Callable[[], bool]:
     stack, gradient = torch._C._functorch.get_interpreter_stack, torch._C._functorch.TransformType.Grad
     return lambda: sum(each.key() == gradient for each in stack() or ()) > 1
-
-
-def _dispatch_mode() -> Callable[[], bool]:
-    current = import_module("torch.utils._python_dispatch")._get_current_dispatch_mode
-    return lambda: current() is not None
 
 
 # () → bool: whether a transform of torch.func is active. If that is unknown, a call counts as observed: it then runs
@@ -49,9 +48,11 @@ transforms_active: Callable[[], bool] = _first(
 )
 # () → bool: whether a gradient of torch.func is within another one. Unknown: it is, in any transform.
 nested_gradients: Callable[[], bool] = _first(_nested_gradients, lambda: lambda: True)
-# () → number of active dispatch modes, or whether there are any.
-dispatch_modes: Callable[[], int | bool] = _first(
-    lambda: torch._C._len_torch_dispatch_stack, _dispatch_mode, lambda: lambda: True
+# () → number of active dispatch modes, or the innermost of them.
+dispatch_modes: Callable[[], Any] = _first(
+    lambda: torch._C._len_torch_dispatch_stack,
+    _from_python_dispatch("_get_current_dispatch_mode"),
+    lambda: lambda: True,
 )
 autocast_active: Callable[[], bool] = _first(
     lambda: torch._C._is_any_autocast_enabled,
@@ -59,10 +60,19 @@ autocast_active: Callable[[], bool] = _first(
 )
 
 
+def sizes_are_symbols() -> bool:
+    """Whether a size may stand for others: under torch.compile, torch.export and torch.jit.trace (a tensor there)."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def higher_derivatives() -> bool:
     """Whether forward-mode differentiation is active, or a gradient of torch.func within another one."""
     forward = getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
     return forward or (transforms_active() and nested_gradients())
+
+
+# Dynamo, which cannot trace this, calls it: it is within the same transforms then, and guards its graphs by them.
+higher_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def version(x: Any) -> int | None:
@@ -166,8 +176,6 @@ flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
     getattr(torch, FLASH, flash_forward) if _fused else flash_forward
 )
 
-# What the node of the fused CPU attention has saved, read in a hook of that node.
-
 # PyTorch's own function. Where a program has put another in its place, which may call regard, the operator itself.
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 sdpa: Any = _sdpa if isbuiltin(_sdpa) else torch.ops.aten.scaled_dot_product_attention.default
@@ -211,18 +219,11 @@ def saved_by_flash_node() -> tuple[Any, ...] | None:
 # Interception of operators, for rg.look.
 
 
-class _NoDispatchMode:
+class _NoDispatchMode(nullcontext):
     """In place of TorchDispatchMode: no operator is intercepted, only functions are."""
 
     def __enter__(self) -> "_NoDispatchMode":
         return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def _from_python_dispatch(name: str) -> Callable[[], Any]:
-    return lambda: getattr(import_module("torch.utils._python_dispatch"), name)
 
 
 DispatchMode: Any = _first(_from_python_dispatch("TorchDispatchMode"), lambda: _NoDispatchMode)
@@ -240,8 +241,7 @@ def clear_compiler_tables() -> None:
 
 def aten_operators(*names: str) -> set[Any]:
     """The operators torch.ops.aten.<name> that this PyTorch has."""
-    found = (getattr(torch.ops.aten, name, None) for name in names)
-    return {packet for packet in found if packet is not None}
+    return {getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)}
 
 
 def aten_operator(name: str) -> Any:

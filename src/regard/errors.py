@@ -10,7 +10,9 @@ A message contains the value that was passed, the numbers that conflict, and wha
 """
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -87,6 +89,21 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
         raise SpecError(f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k")
 
 
+@contextmanager
+def compiler_errors_named(backend: str) -> Iterator[None]:
+    """An error of PyTorch's compiler becomes one that names the backend and its alternative."""
+    try:
+        yield
+    except RuntimeError as e:
+        of_compiler = getattr(sys.modules.get("torch._dynamo.exc"), "TorchDynamoException", ())
+        if not isinstance(e, of_compiler):
+            raise
+        words = " ".join(str(e).strip().splitlines()[:2])
+        raise BackendError(
+            f"backend={backend!r} cannot run this: PyTorch's compiler fails ({words}); use backend='auto'"
+        ) from e
+
+
 _INSTEAD = {  # of arguments of other libraries
     "is_causal": "declare it: rg.attention(q, k, v, pattern=rg.causal())",
     "attn_mask": "give a bool tensor (True = may attend) or rg.causal(), … as pattern= and a float tensor that is "
@@ -111,6 +128,45 @@ def not_an_argument(foreign: dict[str, Any]) -> Exception:
     return TypeError(f"attention() got an unexpected keyword argument {next(iter(foreign))!r}")
 
 
+_REAL = "padding is given as the number of real tokens of each row"
+_DECLARED = "it is declared: rg.Attention(…, {})"
+_INSTEAD_IN_MODULES = {  # of arguments of the modules of other libraries
+    "attention_mask": f"{_REAL}, mask.sum(-1)",
+    "padding_mask": f"{_REAL}, (~mask).sum(-1) if True is padding",
+    "key_padding_mask": f"{_REAL}, (~mask).sum(-1) if True is padding",
+    "src_key_padding_mask": f"{_REAL}, (~mask).sum(-1) if True is padding",
+    "mask": "a bool tensor is a pattern, where True is 'may attend'",
+    "attn_mask": "a bool tensor is a pattern, where True is 'may attend'",
+    "is_causal": _DECLARED.format("pattern=rg.causal()"),
+    "causal": _DECLARED.format("pattern=rg.causal()"),
+    "dropout": _DECLARED.format("dropout=0.1"),
+    "need_weights": "the weights are returned by return_weights=True",
+    "output_attentions": "the weights are returned by return_weights=True",
+    "key": "keys and values are computed from the context",
+    "value": "keys and values are computed from the context",
+    "memory": "keys and values are computed from the context",
+    "encoder_hidden_states": "keys and values are computed from the context",
+    "past_key_values": "earlier keys are held by a cache, model.cache()",
+    "use_cache": "earlier keys are held by a cache, model.cache()",
+    "token_type_ids": "the types of tokens are called types",
+    "position_ids": "positions are counted, in each of several documents from 0 on",
+    "labels": "the loss is computed from the logits, by torch.nn.functional.cross_entropy",
+}
+
+
+def not_an_argument_of(module: Any, foreign: dict[str, Any]) -> Exception:
+    """The same for a module: what is meant here, if that is known, and what it takes."""
+    from inspect import signature
+
+    name, kind = next(iter(foreign)), type(module)
+    takes = ", ".join(p for p in signature(kind.forward).parameters if p not in ("self", "foreign"))
+    if name in _INSTEAD_IN_MODULES:
+        return SpecError(
+            f"{name} is not an argument of {kind.__name__}: {_INSTEAD_IN_MODULES[name]}. It takes {takes}"
+        )
+    return TypeError(f"{kind.__name__} got an unexpected keyword argument {name!r}; it takes {takes}")
+
+
 def require_one_kind(q: Any, k: Any, v: Any) -> None:
     """Refuse tensors of several devices or dtypes, and of dtypes that attention does not compute in."""
     if not (q.device == k.device == v.device):
@@ -121,3 +177,25 @@ def require_one_kind(q: Any, k: Any, v: Any) -> None:
         raise ShapeError(f"q, k and v are {q.dtype}; attention needs floating-point numbers: x.float()")
     if q.element_size() == 1:
         raise ShapeError(f"q, k and v are {q.dtype}; at least 16 bits are needed: x.bfloat16()")
+
+
+def require_device(call: Any) -> None:
+    """Refuse what is on another device than the queries: the data of a pattern, a table, a bias, a sink.
+
+    Lengths and query offsets may be on the CPU: they are small, and moved.
+    """
+    q, bias = call.q, call.bias
+    named = {"bias": bias} if not hasattr(bias, "slopes") else {"table": bias.table, "slopes": bias.slopes}
+    named |= {"pattern": call.table, "sink_logits": call.sink_logits, "lengths": call.lengths, "at": call.at}
+    for name, x in named.items():
+        there = getattr(x, "device", q.device)
+        if there != q.device and not (name in ("lengths", "at") and there.type == "cpu"):
+            raise ShapeError(
+                f"{name} is on {there}, and q on {q.device}; move it: {name}.to({str(q.device)!r})"
+            )
+    for word in call.pattern.leaves() if call.pattern.has_data else ():
+        if word.device not in (None, q.device):
+            raise ShapeError(
+                f"the data of {word!r} are on {word.device}, and q on {q.device}; make the pattern of a tensor on "
+                f"{q.device}: x.to({str(q.device)!r})"
+            )

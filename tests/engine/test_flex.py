@@ -1,5 +1,6 @@
 """What data or a function decide, by FlexAttention: its blocks, what it refuses, and its forward on the CPU."""
 
+import inspect
 import shutil
 
 import pytest
@@ -247,3 +248,38 @@ def test_flex_on_the_cpu_after_a_cache_and_from_an_offset_a_row(each):
     at = torch.tensor([5, 90]) if each else None
     got = attention(q, k, v, pattern, at=at, backend="flex")
     assert torch.allclose(got, attention(q, k, v, pattern, at=at, backend="sdpa"), atol=1e-5)
+
+
+@compiled
+@pytest.mark.compiled
+@pytest.mark.parametrize("b", [1, 2])
+def test_flex_on_the_cpu_reads_ids_and_lengths_that_are_columns_of_a_table(b):
+    """Inductor does not compile a captured vector whose stride is not 1, even if it holds one number."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(b, 2, 7, 16, generator=g).bfloat16()
+    pattern = documents((torch.arange(14) // 6)[::2]) | words.lengths(torch.tensor([[0, 4], [0, 6]])[:b, 1])
+    rows = torch.tensor([[0, 3], [0, 5]])[:b]  # visible from key 0 on: only the column of ends is read
+    got, expected = (
+        attention(q, q, q, pattern, lengths=rows, backend=name) for name in ("flex", "reference")
+    )
+    assert torch.allclose(got, expected, atol=0.03)
+
+
+def test_what_pytorch_does_not_compile_is_an_error_that_names_the_backend(monkeypatch):
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def fail(*_, **__):
+        raise BackendCompilerFailed(compile, AssertionError("all the buffers"), inspect.currentframe())
+
+    monkeypatch.setattr(flex, "_compiled", lambda kind: fail)
+    q = torch.randn(1, 1, 3, 16)
+    with pytest.raises(BackendError) as e:
+        attention(q, q, q, where(torch.ge), backend="flex")
+    assert str(e.value) == (
+        "backend='flex' cannot run this: PyTorch's compiler fails (backend='compile' raised: AssertionError: all the "
+        "buffers); use backend='auto'"
+    )
+    assert isinstance(e.value.__cause__, BackendCompilerFailed)
+    monkeypatch.setattr(flex, "_compiled", lambda kind: lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # an error of another kind stays what it is
+        attention(q, q, q, where(torch.ge), backend="flex")

@@ -4,10 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import regard as rg
+from regard.engine import backends, call
+from regard.engine.cpu import documents
+from regard.errors import BackendError
 
 N = 1024
 
@@ -141,9 +145,132 @@ def test_transforms_in_a_compiled_graph_are_those_of_the_formula(name):
         yield lambda q: torch.func.jvp(lambda q: attend(q, k, v), (q,), (k,))[1]
         yield lambda q: torch.func.grad(lambda q: attend(q, k, v).square().sum())(q)
         yield lambda q: torch.func.vmap(lambda q: attend(q[None], k[:1], v[:1]))(q)
+        first = torch.func.grad(lambda q: attend(q, k, v).square().sum())
+        yield torch.func.grad(lambda q: first(q).square().sum())
 
     ours = transformed(lambda *x: rg.attention(*x, pattern))
     right = transformed(lambda *x: by_formula(*x, pattern.allowed(n)))
     for mine, theirs in zip(ours, right, strict=True):
         torch.compiler.reset()
         assert_close(torch.compile(mine, backend="aot_eager")(q), theirs(q))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("backend", ["sdpa", "tiles"])
+def test_a_backend_by_name_refuses_second_derivatives_in_a_compiled_graph(backend):
+    q = randn(1, 2, 9, 8, seed=0)
+    first = torch.func.grad(lambda q: rg.attention(q, q, q, rg.causal(), backend=backend).square().sum())
+    twice = torch.compile(torch.func.grad(lambda q: first(q).square().sum()), backend="aot_eager")
+    with pytest.raises(BackendError, match="only the formula has forward-mode and second derivatives here"):
+        twice(q)
+
+
+@pytest.mark.compiled
+def test_a_compiled_gradient_of_a_gradient_works_by_the_formula(monkeypatch):
+    """What docs/engine.md says of create_graph=True inside a graph."""
+    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
+    q = randn(1, 2, 9, 8, seed=0)
+
+    def penalty(q, backend="reference"):
+        o = rg.attention(q, q, q, rg.causal() & rg.window(3), backend=backend)
+        return torch.autograd.grad(o.square().sum(), q, create_graph=True)[0].square().sum()
+
+    found, right = (q.clone().requires_grad_() for _ in range(2))
+    torch.compile(penalty, backend="aot_eager", fullgraph=True)(found).backward()
+    penalty(right).backward()
+    assert_close(found.grad, right.grad)
+
+
+FAKED = {
+    "window": rg.causal() & rg.window(5),
+    "documents": rg.documents(torch.arange(64) // 16),
+    "causal documents": rg.causal() & rg.documents(torch.arange(64) // 16),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "tiles", "reference"])
+@pytest.mark.parametrize("real", [False, True], ids=["fake queries", "real queries"])
+@pytest.mark.parametrize("name", FAKED)
+def test_what_a_mode_of_fake_tensors_made_is_not_used_after_it(name, real, backend):
+    call._dense.cache_clear()
+    documents._layouts.cache_clear()
+    pattern, q = FAKED[name], randn(1, 2, 64, 8, seed=0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = q if real else torch.empty(1, 2, 64, 8, dtype=torch.float64)
+        assert isinstance(rg.attention(x, x, x, pattern, backend=backend), FakeTensor)
+    inputs = q.clone().requires_grad_()
+    o = rg.attention(inputs, inputs, inputs, pattern, backend=backend)
+    o.sum().backward()
+    assert_close(o.detach(), by_formula(q, q, q, pattern.allowed(64)))
+    assert inputs.grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("error")  # PyTorch warns where the memory of a fake tensor is read
+@pytest.mark.parametrize("backend", ["auto", "tiles"])
+def test_ids_that_are_fake_are_not_read(backend):
+    with FakeTensorMode():
+        q, ids = torch.empty(1, 2, 64, 8), torch.zeros(64, dtype=torch.long)
+        if backend == "auto":
+            assert rg.attention(q, q, q, rg.documents(ids)).shape == q.shape
+            return
+        with pytest.raises(BackendError, match="the data of the pattern must be read; use backend='sdpa'"):
+            rg.attention(q, q, q, rg.documents(ids), backend=backend)
+
+
+class Traced(torch.nn.Module):
+    def __init__(self, pattern, **options):
+        super().__init__()
+        self.pattern, self.options = pattern, options
+
+    def forward(self, q, k, v):
+        return rg.attention(q, k, v, self.pattern, **self.options)
+
+
+TRACED = {
+    "full": (None, {}),
+    "causal": (rg.causal(), {}),
+    "window": (rg.causal() & rg.window(3), {}),
+    "empty rows": (rg.window(1) & ~rg.window(1), {}),
+    "documents": (rg.documents(torch.arange(11) // 4), {}),
+    "lengths": (rg.causal(), {"lengths": torch.tensor([3, 11])}),
+    "by name": (rg.causal(), {"backend": "reference"}),
+    "softcap": (rg.causal(), {"softcap": 2.0}),
+    "slopes": (rg.causal(), {"bias": rg.ByDistance(slopes=torch.ones(4))}),
+}
+
+
+@pytest.mark.compiled  # without the type checker: a traced size is a tensor
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_can_be_traced(name, kv_heads):
+    pattern, options = TRACED[name]
+    inputs = [
+        torch.randn(2, h, 11, 8, generator=torch.Generator().manual_seed(h)) for h in (4, kv_heads, kv_heads)
+    ]
+    held = len(backends.PREPARED.values)
+    traced = torch.jit.trace(Traced(pattern, **options), inputs, check_trace=False)
+    assert len(backends.PREPARED.values) == held  # which are found again by sizes that are numbers
+    for x in (inputs, [-2 * x for x in inputs]):
+        assert_close(traced(*x), rg.attention(*x, pattern, **options))
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_traced_language_model_reads_other_lengths():
+    model = rg.preset("tiny-gpt").build().eval()
+    traced = torch.jit.trace(model, torch.arange(12)[None], check_trace=False)
+    for n in (12, 7, 19):
+        assert_close(traced(torch.arange(n)[None]), model(torch.arange(n)[None]))
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_backend_that_cannot_be_traced_says_so():
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(BackendError) as e:
+        torch.jit.trace(Traced(rg.causal(), backend="tiles"), (q, q, q))
+    assert str(e.value) == (
+        "backend='tiles' cannot run this: torch.jit.trace records PyTorch's own operations, and no others; "
+        "use backend='sdpa'"
+    )

@@ -3,12 +3,15 @@
 The run with the type checker refuses them before they arrive, so these tests belong to the run without it.
 """
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
 import regard as rg
 from regard import compat
+from regard.errors import ShapeError
 
 pytestmark = pytest.mark.compiled
 X = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -161,3 +164,53 @@ def test_a_padding_mask_as_lengths_says_how_it_becomes_lengths():
         rg.ShapeError, match=r"^lengths is torch\.bool; whole numbers are needed: mask\.sum\(-1\)"
     ):
         rg.attention(q, q, q, lengths=mask)
+
+
+IDS, TABLE = torch.arange(8) // 3, torch.ones(8, 8, dtype=torch.bool).tril()
+ELSEWHERE = {
+    "documents": ({"pattern": rg.documents(IDS)}, "the data of documents(<8 ids>) are on cpu"),
+    "composed": ({"pattern": rg.causal() & ~rg.documents(IDS)}, "the data of documents(<8 ids>) are on cpu"),
+    "per head": ({"pattern": [rg.causal(), rg.documents(IDS)]}, "the data of documents(<8 ids>) are on cpu"),
+    "lengths": ({"pattern": rg.lengths(IDS[:1])}, "the data of lengths(<1 lengths>) are on cpu"),
+    "tree": ({"pattern": rg.tree(torch.arange(8) - 1)}, "the data of tree(<8 parents>) are on cpu"),
+    "selected": (
+        {"pattern": rg.selected(torch.zeros(4, 1, dtype=torch.long), size=2)},
+        "the data of selected(<4×1 indices>, size=2) are on cpu",
+    ),
+    "table": ({"pattern": TABLE}, "pattern is on cpu"),
+    "bias": ({"bias": torch.zeros(8, 8)}, "bias is on cpu"),
+    "sinks": ({"sink_logits": torch.zeros(2)}, "sink_logits is on cpu"),
+    "distances": ({"bias": rg.ByDistance(table=torch.zeros(2, 5))}, "table is on cpu"),
+    "slopes": ({"bias": rg.ByDistance(slopes=torch.zeros(2))}, "slopes is on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference", "tiles"])
+def test_tensors_on_another_device_are_refused_in_words(name, backend):
+    options, message = ELSEWHERE[name]
+    q = torch.empty(1, 2, 8, 4, device="meta")
+    with pytest.raises(ShapeError, match=re.escape(f"{message}, and q on meta; ")) as e:
+        rg.attention(q, q, q, backend=backend, **options)
+    assert str(e.value).endswith(".to('meta')")
+
+
+@pytest.mark.parametrize("name", ["lengths", "at"])
+def test_lengths_and_offsets_may_be_on_the_cpu(name):
+    """Meta tensors stand for those of a GPU."""
+    q, row = torch.empty(1, 2, 8, 4, device="meta"), torch.tensor([3])
+    for backend in ("auto", "reference"):
+        assert rg.attention(q, q, q, rg.causal(), backend=backend, **{name: row}).device == q.device
+    x = torch.randn(1, 2, 8, 4)
+    with pytest.raises(
+        ShapeError, match=re.escape(f"{name} is on meta, and q on cpu; move it: {name}.to('cpu')")
+    ):
+        rg.attention(x, x, x, rg.causal(), **{name: row.to("meta")})
+
+
+@pytest.mark.parametrize("fn", [lambda i, j: TABLE.to("meta")[i, j], lambda i, j: i >= IDS.to("meta")])
+def test_a_function_that_reads_a_tensor_on_another_device_is_refused_in_words(fn):
+    q = torch.randn(1, 2, 8, 4)
+    message = "i and j are on cpu, and the function reads a tensor on another device; move it there"
+    with pytest.raises(ShapeError, match=message):
+        rg.attention(q, q, q, rg.where(fn))

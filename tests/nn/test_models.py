@@ -9,7 +9,7 @@ import torch
 import regard as rg
 from ledger_cases import case, cases
 from regard import Attention, Block, Embedding, Encoder, EncoderDecoder, FeedForward, Vision
-from regard.errors import FormatError, RegardError, ShapeError
+from regard.errors import FormatError, RegardError, ShapeError, SpecError
 from regard.nn.serialization import WEIGHTS
 from regard.spec import catalogue
 
@@ -535,3 +535,64 @@ def test_a_prompt_is_continued_in_several_ways():
     cache.select(torch.zeros(3, dtype=torch.long))
     expected = model(torch.cat([prompt.expand(3, -1), next_tokens], 1))[:, -1:]
     torch.testing.assert_close(model(next_tokens, cache=cache), expected)
+
+
+TINY = Encoder(Block(Attention(8, heads=2), FeedForward(8)), 1, embedding=Embedding(11, 8, types=3))
+
+
+@pytest.mark.parametrize(
+    ("ids", "types", "message"),
+    [
+        ([[1, 11, 0]], None, "token id 11 has no embedding: vocab=11 is declared, 0 to 10"),
+        ([[1, -2, 12]], None, "token id -2 has no embedding: vocab=11 is declared, 0 to 10"),
+        ([[1, 2, 3]], [[0, 3, 0]], "token type 3 has no embedding: types=3 is declared, 0 to 2"),
+    ],
+)
+def test_an_id_without_an_embedding_is_named(ids, types, message):
+    model = TINY.build()
+    with pytest.raises(ShapeError) as e:
+        model(torch.tensor(ids), types=None if types is None else torch.tensor(types))
+    assert str(e.value) == message
+    with pytest.raises(
+        ShapeError, match=r"token ids are torch\.int16; whole numbers of 32 or 64 bits are needed"
+    ):
+        model(torch.tensor([[1, 2]], dtype=torch.int16))
+
+
+BLOCK = Block(Attention(8, heads=2), FeedForward(8))
+MODULES = {
+    "attention": (Attention(8, heads=2), [(1, 3, 8)], "MultiHeadAttention", "x, context, values, lengths, "),
+    "block": (BLOCK, [(1, 3, 8)], "MultiHeadAttention", "x, context, values, lengths, "),
+    "encoder": (Encoder(BLOCK, 1), [(1, 3, 8)], "Stack", "x, context, lengths, "),
+    "encoder-decoder": (
+        EncoderDecoder(
+            Encoder(BLOCK, 1), rg.Decoder(dataclasses.replace(BLOCK, cross=Attention(8, heads=2)), 1)
+        ),
+        [(1, 3, 8), (1, 2, 8)],
+        "EncoderDecoder",
+        "source, target, source_lengths, target_lengths, return_weights",
+    ),
+    "vision": (
+        Vision(Encoder(BLOCK, 1), image=(4, 4), patch=(2, 2)),
+        [(1, 3, 4, 4)],
+        "Vision",
+        "images, return_weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_argument_of_another_library_says_what_a_module_takes(name):
+    declared, shapes, kind, takes = MODULES[name]
+    module, inputs = declared.build(), [torch.randn(shape) for shape in shapes]
+    module(*inputs)
+    with pytest.raises(SpecError) as e:
+        module(*inputs, key_padding_mask=None)
+    assert str(e.value).startswith(
+        f"key_padding_mask is not an argument of {kind}: padding is given as the number of real tokens of each row, "
+        f"(~mask).sum(-1) if True is padding. It takes {takes}"
+    )
+    with pytest.raises(
+        TypeError, match=f"^{kind} got an unexpected keyword argument 'foo'; it takes {takes}"
+    ):
+        module(*inputs, foo=1)

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import compat, reference
-from ..errors import ShapeError, SpecError, not_an_argument, require_one_kind, require_tensors
+from ..errors import ShapeError, SpecError, not_an_argument, require_device, require_one_kind, require_tensors
 from ..pattern import At, Pattern, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
@@ -372,6 +372,7 @@ def check(call: Call) -> Call:
     """The call, if its tensors fit one another; else a ShapeError that says which do not."""
     q, k, v = call.q, call.k, call.v
     require_one_kind(q, k, v)
+    require_device(call)
     if q.shape[-1] != k.shape[-1]:
         raise ShapeError(f"queries are {q.shape[-1]} wide and keys {k.shape[-1]}; q·k needs one width d_k")
     if k.shape[:3] != v.shape[:3]:

@@ -54,25 +54,26 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
     # A pattern without text is compared by identity, so it would be kept alive; its data may change.
-    if torch.compiler.is_compiling() or f.pattern.text is None:
+    if compat.sizes_are_symbols() or f.pattern.text is None:
         return _prepare(f, backend)
     return PREPARED.get((f, backend)) or PREPARED.put((f, backend), _prepare(f, backend))
 
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
-    compiling, chosen, reason = torch.compiler.is_compiling(), TABLE.get(backend), "requested by name"
+    compiling, chosen, reason = compat.sizes_are_symbols(), TABLE.get(backend), "requested by name"
     if chosen is None or (why := _refusal(chosen, f)):
         best, reason = (_without_sizes(f), "") if compiling else _fastest(f)
         if chosen is not None:
             raise BackendError(f"backend={backend!r} cannot run this: {why}; use backend={best.name!r}")
         chosen = best
     prepared = chosen.prepare(f)
-    if compiling:
-        return prepared
-    return replace(prepared, reason=f"{reason}; {prepared.note}" if prepared.note else reason)
+    reason = f"{reason}; {prepared.note}" if prepared.note else reason
+    return prepared if compiling else replace(prepared, reason=reason)
 
 
 def _refusal(backend: Backend, f: CallFacts) -> str | None:
+    if torch.jit.is_tracing() and backend.name not in ("reference", "sdpa"):
+        return "torch.jit.trace records PyTorch's own operations, and no others"
     higher = f.higher and backend.name != "reference"
     return "only the formula has forward-mode and second derivatives here" if higher else backend.refuses(f)
 
@@ -108,7 +109,7 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
 def _without_sizes(f: CallFacts) -> Backend:
     """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times. Under torch.func
     only PyTorch's own operations: it has no rules for others, and would take their forward derivatives for 0."""
-    if f.hard:
+    if f.hard or f.higher:
         return TABLE["reference"]
     if f.unmasked and not f.return_lse and not stores_scores(f):
         return TABLE["sdpa"]
@@ -116,7 +117,7 @@ def _without_sizes(f: CallFacts) -> Backend:
     tiles = () if f.pattern.has_data or dropped else ("tiles",)  # a graph does not know the ids of documents
     kernels = ("flex", "triton") if f.pattern.has_data else ("triton",)
     for name in () if compat.transforms_active() else {"cpu": tiles, "cuda": kernels}.get(f.device_type, ()):
-        if not TABLE[name].refuses(f):
+        if not _refusal(TABLE[name], f):
             return TABLE[name]
     return TABLE["reference" if f.return_lse or f.softcap is not None else "sdpa"]
 

@@ -94,10 +94,10 @@ class Call:
         """Which keys `lengths` leaves visible in each batch row; None: all."""
         if self.lengths is None:
             return None
-        keys = torch.arange(self.m, device=self.q.device)
-        if self.lengths.dim() == 1:
-            return keys < self.lengths[:, None]
-        return (keys >= self.lengths[:, :1]) & (keys < self.lengths[:, 1:])
+        keys, lengths = torch.arange(self.m, device=self.q.device), self.lengths.to(self.q.device)
+        if lengths.dim() == 1:
+            return keys < lengths[:, None]
+        return (keys >= lengths[:, :1]) & (keys < lengths[:, 1:])
 
     def row_extras(self) -> tuple[Tensor | None, ...]:
         """Lengths and offsets by batch row, where there are any."""
@@ -115,7 +115,7 @@ class Call:
     def may_be_empty(self) -> bool:
         """Whether a query might have no allowed key, as far as the declaration shows."""
         hidden = self.lengths is not None or self.table is not None or self.pattern.has_data
-        if hidden or isinstance(self.at, Tensor) or torch.compiler.is_compiling():  # sizes may be symbols
+        if hidden or isinstance(self.at, Tensor) or compat.sizes_are_symbols():
             return True
         offset = query_offset(self.pattern, self.n, self.m, self.at)
         return has_empty_row(self.pattern, self.n, self.m, *offset)
@@ -284,7 +284,7 @@ def facts_of(call: Call) -> CallFacts:
         return_lse=call.return_lse or call.sink_logits is not None,  # a sink is joined by its log-sum-exp
         grad=needs_grad(call.q, call.k, call.v),
         observed=not eager(call.q, call.k, call.v),
-        higher=not torch.compiler.is_compiling() and compat.higher_derivatives(),
+        higher=compat.higher_derivatives(),
     )
 
 
@@ -354,13 +354,9 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def eager(*tensors: Tensor) -> bool:
-    """Whether nothing must see PyTorch's operations: no compiler, transform, dispatch mode or tensor subclass."""
-    return (
-        not torch.compiler.is_compiling()
-        and not compat.transforms_active()
-        and not compat.dispatch_modes()
-        and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
-    )
+    """Whether nothing must see PyTorch's operations: no compiler, trace, transform, dispatch mode or subclass."""
+    observed = compat.sizes_are_symbols() or compat.transforms_active() or compat.dispatch_modes()
+    return not observed and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
 
 
 def readable(x: Tensor) -> bool:
@@ -390,12 +386,14 @@ def has_empty_row(pattern: Pattern, n: int, m: int, start: int, step: int) -> bo
 def dense(pattern: Pattern, n: int, m: int, at: At | Tensor, like: Tensor) -> Bool[Tensor, "*b n m"]:
     """pattern.allowed, cached for the few sizes in use while it is small."""
     # Fake tensors and those of a transform must not be cached.
-    if type(like) is not Tensor or torch.compiler.is_compiling() or compat.transforms_active():
+    if type(like) is not Tensor or compat.sizes_are_symbols() or compat.transforms_active():
         return pattern.allowed(n, m, at, like.device)
     try:
         if isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:
             return pattern.allowed(n, m, at, like.device)
-        return _dense(pattern, n, m, at, like.device)
+        if type(table := _dense(pattern, n, m, at, like.device)) is not Tensor:  # FakeTensorMode made it
+            _dense.cache_clear()
+        return table
     except RuntimeError as error:
         if "allocate memory" not in str(error) and "out of memory" not in str(error):
             raise

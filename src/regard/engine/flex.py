@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import compat
+from ..errors import compiler_errors_named
 from ..pattern import BlockGrid, Data, Pattern, neighborhood, positions, query_offset, where
 from ..pattern.block_mask import from_grid
 from ..pattern.classification import BLOCK
@@ -86,7 +87,7 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     if torch.compiler.is_compiling():
         result = flex_attention(q, k, v, block_mask=mask, **options)
     else:
-        with compat.denormals_preserved():  # on the CPU it is C++ that is compiled at the first call
+        with compat.denormals_preserved(), compiler_errors_named("flex"):  # C++ on the CPU
             result = _compiled(_kind(call))(q, k, v, block_mask=mask, **options)
     o, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return o[..., : call.v.shape[-1]], lse
@@ -165,10 +166,9 @@ def _state(values: list[Any]) -> tuple | None:
 
 
 def _kind(call: Call) -> tuple:
-    q, v = call.q, call.v
-    sizes: tuple[int, ...] = (q.shape[1], call.k.shape[1], q.shape[-1], v.shape[-1])
-    if q.device.type == "cpu":  # there the C++ for sizes that are symbols does not compile
-        sizes += (len(q), call.n, call.m)
+    q = call.q
+    # On the CPU the C++ for sizes that are symbols does not compile.
+    sizes = tuple(x.shape if x.is_cpu else x.shape[1::2] for x in (q, call.k, call.v))
     codes = tuple(leaf.fn for leaf in call.pattern.leaves() if isinstance(leaf, where))
     flags = (call.return_lse, torch.is_grad_enabled(), call.lengths is None, isinstance(call.at, Tensor))
     return q.device.type, q.dtype, sizes, flags, call.softcap, _written(call.pattern), codes

@@ -14,7 +14,7 @@ from .. import compat, spec
 from ..engine import attention as engine
 from ..engine import fused_qkv
 from ..engine.call import Bias
-from ..errors import ShapeError
+from ..errors import ShapeError, not_an_argument_of
 from ..pattern import At, Pattern, causal, per_head
 from ..reference import repeat_heads, tanh_scores
 from . import position as positions
@@ -77,6 +77,7 @@ class MultiHeadAttention(nn.Module):
         at: At | Tensor = None,
         return_weights: bool = False,
         adds_bias: bool = True,
+        **foreign: Any,
     ) -> Float[Tensor, "b n d_out"] | tuple[Float[Tensor, "b n d_out"], Float[Tensor, "b h n m"]]:
         """The new vectors; with return_weights also the attention weights, which do not change the output.
 
@@ -85,6 +86,8 @@ class MultiHeadAttention(nn.Module):
         scores, in addition to the layer's own position. at: the query offset. adds_bias: False leaves the bias of w_o
         to the caller.
         """
+        if foreign:
+            raise not_an_argument_of(self, foreign)
         options = (
             values is not None
             or pattern is not None

@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         `positions` is the position of every id, where these are not consecutive. drops: False leaves the dropout to
         the caller.
         """
-        x = position_modules.lookup(ids, self.table)
+        x = _rows_of(self.table, ids, "token id", "vocab")
         if self.spec.scaled:
             x = x * self.spec.d_model**0.5
         if self.position is not None and positions is not None:
@@ -55,11 +55,27 @@ class Embedding(nn.Module):
                 length = start + ids.shape[1]
             x = self.position(x, positions, length)
         if self.types is not None:
-            x = x + (self.types[0] if types is None else position_modules.lookup(types, self.types))
+            x = x + (self.types[0] if types is None else _rows_of(self.types, types, "token type", "types"))
         elif types is not None:
             raise ShapeError("token types were given, but the embedding declares none; set types=2 there")
         x = self.norm(x)
         return dropout(x, self.spec.dropout, self.training) if drops else x
+
+
+def _rows_of(
+    table: Float[Tensor, "entries d"], index: Int[Tensor, "b n"], name: str, field: str
+) -> Float[Tensor, "b n d"]:
+    """table[index]; an error names an index without a row, where reading it needs no synchronization."""
+    if index.dtype not in (torch.int32, torch.int64):
+        raise ShapeError(f"{name}s are {index.dtype}; whole numbers of 32 or 64 bits are needed: x.long()")
+    try:
+        return position_modules.lookup(index, table)
+    except IndexError as e:
+        low, high = (int(x) for x in index.aminmax())
+        raise ShapeError(
+            f"{name} {low if low < 0 else high} has no embedding: {field}={len(table)} is declared, 0 to "
+            f"{len(table) - 1}"
+        ) from e
 
 
 class LanguageHead(nn.Module):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import compat, spec
 from .. import pattern as patterns
 from ..engine.call import Bias
-from ..errors import ShapeError
+from ..errors import ShapeError, not_an_argument_of
 from ..pattern import Pattern
 from ..position import learned
 from . import position as positions
@@ -56,6 +56,7 @@ class Stack(nn.Module):
         pattern: Pattern | Tensor | None = None,
         cache: Cache | None = None,
         return_weights: bool = False,
+        **foreign: Any,
     ):
         """Logits, class scores, or states where there is no head; with return_weights also the attention weights.
 
@@ -64,6 +65,8 @@ class Stack(nn.Module):
         pattern: restricts the declared pattern further. cache: holds earlier keys and values, so that each call
         passes only new tokens. return_weights: a list with a dictionary per block, "self" and "cross".
         """
+        if foreign:
+            raise not_an_argument_of(self, foreign)
         weights: list[dict[str, Tensor]] | None = [{} for _ in self.blocks] if return_weights else None
         x = self.states(
             x,
@@ -237,12 +240,15 @@ class EncoderDecoder(nn.Module):
         source_lengths: Int[Tensor, " b"] | None = None,
         target_lengths: Int[Tensor, " b"] | None = None,
         return_weights: bool = False,
+        **foreign: Any,
     ):
         """Logits (b, n, vocab); with return_weights also the attention weights of the encoder and of the decoder.
 
         Padding at the end of the target needs no mask where the decoder is causal; `target_lengths` masks it for
         other patterns.
         """
+        if foreign:
+            raise not_an_argument_of(self, foreign)
         if not return_weights:
             states = self.encode(source, source_lengths)
             return self.decoder(target, states, lengths=target_lengths, context_lengths=source_lengths)
@@ -271,8 +277,12 @@ class Vision(nn.Module):
         self.head = None if declared.head is None else ClassifierHead(declared.head, d_model)
         initialize(self.patches, declared.encoder.init)
 
-    def forward(self, images: Float[Tensor, "b c height width"], *, return_weights: bool = False):
+    def forward(
+        self, images: Float[Tensor, "b c height width"], *, return_weights: bool = False, **foreign: Any
+    ):
         """Class scores (b, classes), or states (b, tokens, d_model) without a head."""
+        if foreign:
+            raise not_an_argument_of(self, foreign)
         if tuple(images.shape[-2:]) != tuple(self.spec.image) or images.shape[1] != self.spec.channels:
             want = (self.spec.channels, *self.spec.image)
             raise ShapeError(

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..progression import FAR, Ints
 from .algebra import At, Pattern, RowMask, positions, query_offset
 from .classification import BLOCK, BlockGrid, Classes, both
+from .data import without_gaps
 from .relation import Relation
 from .word import Word
 
@@ -69,6 +70,7 @@ def from_grid(
     i: positions of the queries. at: start and step of them; None: one offset per batch row.
     """
     n = i.shape[-1]
+    lengths = None if lengths is None else without_gaps(lengths.to(i.device))
     mask_mod = _mask_mod(pattern, n, m, at, i, lengths)  # raises an error if the pattern differs by head
     grid = BlockGrid(i, m, 1 if at is None else at[1])
     blocks = grid.classify(pattern)

@@ -78,7 +78,8 @@ class documents(Data):
         return (ids[b, i] == ids[b, j]) & inside
 
     def row_mask(self, inside):
-        ids, last = self.ids.reshape(-1) if self.varies[0] == 1 else self.ids, self.ids.shape[-1] - 1
+        ids, last = without_gaps(self.ids), self.ids.shape[-1] - 1
+        ids = ids.reshape(-1) if self.varies[0] == 1 else ids
         if inside and ids.dim() == 1:
             return lambda b, i, j: ids[i] == ids[j]
         if inside:
@@ -136,7 +137,7 @@ class lengths(Data):
         return (j < self.l[:, None, None, None]) & (i == i)
 
     def row_mask(self, inside):
-        l = self.l
+        l = without_gaps(self.l)
         return (lambda b, i, j: j < l[0]) if len(l) == 1 else (lambda b, i, j: j < l[b])
 
     def classify(self, grid):
@@ -233,6 +234,11 @@ def _require_whole(word: str, name: str, x: Any) -> None:
 def _require_rows(word: str, name: str, x: Tensor) -> None:
     if x.dim() not in (1, 2):
         raise ShapeError(f"{word}: {name} of shape {tuple(x.shape)}; (m,) or (b, m) is needed")
+
+
+def without_gaps(x: Tensor) -> Tensor:
+    """x, or a copy in which its last axis has the stride 1: FlexAttention does not compile others on the CPU."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
@@ -444,16 +450,25 @@ class where(Data):
         try:
             pairs = self.fn(i, j)
         except RuntimeError as e:
+            if "device" in str(e) and isinstance(i, Tensor):
+                raise self._other_device(i) from e
             if "ambiguous" not in str(e):
                 raise
             raise SpecError(
                 f"{self!r}: i and j are tensors; combine conditions with & and |, and choose with torch.where"
             ) from e
+        if isinstance(pairs, Tensor) and pairs.is_meta and isinstance(i, Tensor) and not i.is_meta:
+            raise self._other_device(i)
         kind = pairs.dtype if isinstance(pairs, Tensor) else type(pairs)
         if kind in (int, float) or (isinstance(kind, torch.dtype) and kind != torch.bool):
             name = kind.__name__ if isinstance(kind, type) else kind
             raise SpecError(f"{self!r}: it returned {name}, and a condition is needed, true or false")
         return pairs
+
+    def _other_device(self, i: Tensor) -> ShapeError:
+        return ShapeError(
+            f"{self!r}: i and j are on {i.device}, and the function reads a tensor on another device; move it there"
+        )
 
     def row_mask(self, inside):
         fn = self.fn

@@ -295,12 +295,12 @@ def test_a_tree_whose_parents_cannot_be_read_says_so():
     with pytest.raises(BackendError) as e:
         torch.func.grad(lambda q: attention(q, k, v, parents, backend="tiles").sum())(q)
     assert str(e.value) == (
-        "backend='tiles' cannot run this: a compiler or a transform observes the call, and the parents of a tree "
-        "must be read; use backend='sdpa'"
+        "backend='tiles' cannot run this: a compiler, a transform or a mode observes the call, and the data of the "
+        "pattern must be read; use backend='sdpa'"
     )
     with FlopCounterMode(display=False):
         found = explain(q, k, v, parents)
     assert (found.backend, found.reason) == (
         "sdpa",
-        "tiles cannot: a compiler or a transform observes the call, and the parents of a tree must be read",
+        "tiles cannot: a compiler, a transform or a mode observes the call, and the data of the pattern must be read",
     )

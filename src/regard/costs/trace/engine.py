@@ -46,9 +46,9 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
         def put(*replaced: Any) -> None:
             stack.enter_context(patch.object(*replaced))
 
-        # The engine takes the operations of a plain call, not those for a compiler that traces it.
-        for module in (sdpa, fused_qkv):
-            put(module, "eager", lambda *_: True)
+        # The operations of a plain call, not those for a compiler that traces it; data may be on the real device.
+        for module, name in ((sdpa, "eager"), (fused_qkv, "eager"), (entry, "require_device")):
+            put(module, name, lambda *_: True)
         put(sdpa, "_sdpa", fused)
         put(sdpa, "readable", trace.readable)
         put(position, "readable", lambda x: x.is_cpu)

@@ -105,8 +105,8 @@ def _no_documents(f: CallFacts) -> str | None:
     if f.dropout_p:
         return "it has no dropout with documents"
     split = documents.parts(f.pattern)
-    if split is not None and f.observed and isinstance(split[0], tree):
-        return "a compiler or a transform observes the call, and the parents of a tree must be read"
+    if split is not None and f.observed and (isinstance(split[0], tree) or type(split[0].ids) is not Tensor):
+        return "a compiler, a transform or a mode observes the call, and the data of the pattern must be read"
     if split is None and any(isinstance(leaf, documents.documents | tree) for leaf in f.pattern.leaves()):
         return f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
     if split is None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ... import compat
 from ...pattern import At, Pattern, causal, documents, full, query_offset, tree
 from ...pattern.data import chains, spans
 from ..plan import conjuncts
@@ -74,11 +75,10 @@ def _layouts(
     all_spans = [spans(row) for row in rows]
     if not all(all_spans):
         return None
-    return tuple(
-        Layout(n, m, start, 1, tuple(_groups(of_row, documents(torch.from_numpy(row)), rest, n, start)))
-        for row, of_row in zip(rows.copy(), all_spans)
-        if of_row is not None
-    )
+    with compat.without_dispatch_modes():  # FakeTensorMode would leave its own tensors in the cache
+        words = [documents(torch.from_numpy(row)) for row in rows.copy()]
+    each = (tuple(_groups(of_row or [], word, rest, n, start)) for of_row, word in zip(all_spans, words))
+    return tuple(Layout(n, m, start, 1, groups) for groups in each)
 
 
 class Document(NamedTuple):

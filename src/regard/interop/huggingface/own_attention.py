@@ -99,7 +99,8 @@ def has_own_attention(model: Any) -> bool:
     if attention is not None:
         warnings.warn(
             f"{type(model).__name__}: {type(attention).__name__} does not go through the registry of transformers; "
-            f'it computes its own attention, and attn_implementation="regard" changes nothing there',
+            f'it computes its own attention, and attn_implementation="regard" changes nothing there: packed '
+            "documents are separated only if the model does it",
             stacklevel=4,
         )
     return attention is not None
