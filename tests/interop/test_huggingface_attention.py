@@ -312,7 +312,7 @@ def test_a_model_with_its_own_attention_keeps_it_and_says_so():
     expected = transformers.BloomModel(config).eval()
     expected.load_state_dict(bloom.state_dict())
     assert torch.equal(bloom(IDS, **given).last_hidden_state, expected(IDS, **given).last_hidden_state)
-    message = "FalconModel: FalconAttention does not go through the registry .* packed documents are separated only if"
+    message = "FalconModel: FalconAttention does not go .* packed documents are separated only if"
     with pytest.warns(UserWarning, match=message):
         config = transformers.FalconConfig(
             vocab_size=61, hidden_size=8, num_hidden_layers=1, num_attention_heads=2
