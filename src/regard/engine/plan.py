@@ -295,21 +295,16 @@ def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Tiling, ...]:
 
 def _without_row_classes(pattern: Pattern, by_keys: bool) -> Pattern:
     """The pattern without `~rows(k)` (by keys: `~every(k)`): to leave out whole rows of a tile costs nothing."""
-    match pattern:
-        case Both(left, Not(Word() as word)) if _is_row_class(relations(word, by_keys)[word]):
-            return _without_row_classes(left, by_keys)
-        case Both(left, right):
-            return _without_row_classes(left, by_keys) & _without_row_classes(right, by_keys)
-        case Either(left, right):
-            return _without_row_classes(left, by_keys) | _without_row_classes(right, by_keys)
-        case _:
-            return pattern
+    first, *others = conjuncts(pattern)
+    return reduce(and_, (x for x in others if not _leaves_out_rows(x, by_keys)), first)
 
 
-def _is_row_class(relation: Relation) -> bool:
-    """Whether the relation is a condition on a residue of the tile's rows and nothing else."""
-    k, _ = relation.query_class
-    return k > 1 and relation == Relation(query_class=relation.query_class)
+def _leaves_out_rows(condition: Pattern, by_keys: bool) -> bool:
+    """Whether it is a condition on a residue of the tile's rows, negated, and nothing else."""
+    if not isinstance(condition, Not) or not isinstance(word := condition.inner, Word):
+        return False
+    relation = relations(word, by_keys)[word]
+    return relation.query_class[0] > 1 and relation == Relation(query_class=relation.query_class)
 
 
 # The plan of one query, as formulas of its position p: a sequence that grows by a key at a time would need a new plan
