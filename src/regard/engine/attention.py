@@ -78,24 +78,24 @@ def attention(
     )  # fmt: skip
     if isinstance(call.pattern, per_head):
         o, lse = by_heads(call, lambda heads: _run(heads, backend))
-    elif key is not None and call.q is q and call.at is at and q.shape[1]:
-        prepared = choose(facts_of(call), backend)
-        if prepared.build is not None:
-            PREPARED.put(key, prepared.direct)
-        o, lse = prepared(call)
     else:
-        o, lse = _run(call, backend)
+        o, lse = _run(call, backend, key if call.q is q and call.at is at else None)
     if front is not None:
         o, lse = o.reshape(*front, *o.shape[2:]), None if lse is None else lse.reshape(*front, call.n)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
-def _run(call: Call, backend: str) -> Outputs:
-    """One call of one pattern. A sink is a part of the softmax with a log-sum-exp and no value: it is merged in."""
+def _run(call: Call, backend: str, key: tuple | None = None) -> Outputs:
+    """One call of one pattern. A sink is a part of the softmax with a log-sum-exp and no value: it is merged in.
+
+    key: under which later calls find the function (q, k, v) → o, if this call has one.
+    """
     if call.q.shape[1] == 0:  # no heads: an empty result of the right shape
         o = call.q @ call.k.mT @ call.v
         return o, o.sum(-1)
     prepared = choose(facts_of(call), backend)
+    if key is not None and prepared.build is not None:
+        PREPARED.put(key, prepared.direct)
     if call.sink_logits is None or prepared.joins_sink:
         return prepared.run(call) if _compiling() and prepared.run is not None else prepared(call)
     o, lse = _run(replaced(call, sink_logits=None, return_lse=True), backend)
@@ -256,11 +256,10 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
                 f"{name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is needed, where batch and "
                 "heads may be missing"
             )
-    batches = [tuple(x.shape[:-3]) for x in (q, k, v)]
-    heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v)]
+    shaped = [x if x.dim() > 2 else x[None] for x in (q, k, v)]
     try:
-        batch = torch.broadcast_shapes(*batches)
-        (of_keys,) = torch.broadcast_shapes(heads[1:2], heads[2:])
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in shaped))
+        (of_keys,) = torch.broadcast_shapes(*(x.shape[-3:-2] for x in shaped[1:]))
     except RuntimeError:
         if four:
             return q, k, v, None  # `check` says which axis does not fit
@@ -268,13 +267,10 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
             f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; their batch axes, and the heads of k "
             "and v, need to be the same, or 1"
         ) from None
-    of_queries = of_keys if heads[0] == 1 else heads[0]
-    rows = prod(batch)
-    shaped = []
-    for x, count in ((q, of_queries), (k, of_keys), (v, of_keys)):
-        x = x if x.dim() > 2 else x[None]
-        x = x.expand(*batch, count, *x.shape[-2:])
-        shaped.append(x.reshape(rows, *x.shape[-3:]))
+    of_queries = of_keys if shaped[0].shape[-3] == 1 else shaped[0].shape[-3]
+    for at, count in enumerate((of_queries, of_keys, of_keys)):
+        x = shaped[at].expand(*batch, count, *shaped[at].shape[-2:])
+        shaped[at] = x.reshape(prod(batch), *x.shape[-3:])
     no_heads = max(q.dim(), k.dim(), v.dim()) == 2
     return *shaped, batch if no_heads else (*batch, of_queries)  # type: ignore[return-value]
 
