@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..pattern import Both, Either, Not, Pattern, Relation, Word, full, neighborhood
+from ..pattern import Not, Pattern, Relation, Word, full, neighborhood
+from ..pattern.clauses import Clause, clauses, conjuncts
 from ..progression import FAR, Ints
 from .parts import (
     LIMITS,
@@ -34,7 +35,6 @@ from .parts import (
 
 TILE_COST = 128  # of one more tile, per row, in pairs: reading q, writing o, merging with other passes
 SAMPLE_TILES = 256  # tiles on which candidates are compared
-MAX_CLAUSES = 8  # clauses that a union is split into
 MAX_RUNS = 4  # progressions of one query
 QUERIES = 64  # whose keys `keys_of_query` computes at once
 
@@ -242,36 +242,6 @@ def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Tiling, ..
     if len({key_step for _, key_step in groups} - {1}) > 1:
         # Two residue classes of keys have few keys in common; those are masked in the later pass.
         yield _split([(key[0], groups[key]) for key in sorted(groups, reverse=True)])
-
-
-Clause = tuple[Pattern, ...]  # words and negated words, all of which hold
-
-
-def clauses(pattern: Pattern) -> list[Clause]:
-    """The pattern as a union of clauses, if they are at most MAX_CLAUSES."""
-    match pattern:
-        case Either():
-            union = clauses(pattern.left) + clauses(pattern.right)
-        case Both():
-            union = _intersection(clauses(pattern.left), clauses(pattern.right))
-        case Not(Not() as inner):
-            union = clauses(inner.inner)
-        case Not(Either() as inner):
-            union = _intersection(clauses(~inner.left), clauses(~inner.right))
-        case Not(Both() as inner):
-            union = clauses(~inner.left) + clauses(~inner.right)
-        case _:
-            union = [(pattern,)]
-    return union if len(union) <= MAX_CLAUSES else [(pattern,)]
-
-
-def conjuncts(pattern: Pattern) -> list[Pattern]:
-    """What all has to hold: the operands of the outermost `&`."""
-    return [*conjuncts(pattern.left), *conjuncts(pattern.right)] if isinstance(pattern, Both) else [pattern]
-
-
-def _intersection(a: list[Clause], b: list[Clause]) -> list[Clause]:
-    return [tuple(dict.fromkeys(x + y)) for x in a for y in b]
 
 
 def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Tiling, ...]:
