@@ -5,7 +5,7 @@ from math import inf, isnan, prod, sqrt
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import compat, reference
@@ -15,7 +15,7 @@ from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, choose
 from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced
-from .merge import by_heads, check_heads, merge_sink
+from .merge import by_heads, merge_sink
 
 # Bound once: looking up torch.compiler.is_compiling takes as long as calling it.
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -214,28 +214,6 @@ def _autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def allowed_from(
-    *,
-    zero_one: Tensor | None = None,
-    additive: Tensor | None = None,
-    padding: Bool[Tensor, "b m"] | None = None,
-) -> Bool[Tensor, "..."]:
-    """A foreign mask, by the name of its convention, as a bool tensor with True = may attend.
-
-    zero_one: 1 = may attend. additive: 0 = may attend, −∞ (or a float's lowest number) = may not.
-    padding: (b, m), True = this key is padding, as nn.MultiheadAttention's key_padding_mask.
-    """
-    given = [x for x in (zero_one, additive, padding) if x is not None]
-    if len(given) != 1:
-        raise SpecError("allowed_from takes one mask, by name: zero_one=, additive= or padding=")
-    if zero_one is not None:
-        return zero_one != 0
-    if additive is not None:
-        return additive > torch.finfo(additive.dtype).min
-    assert padding is not None
-    return ~padding[:, None, None, :]
-
-
 # Other axes than batch, heads, positions and width, as PyTorch's attention takes them.
 
 
@@ -400,7 +378,7 @@ def _check_extras(call: Call) -> None:
                 f"lengths has {low if low < 0 else high}, and there are {m} keys: 0 to {m} is needed"
             )
     if isinstance(call.pattern, per_head):
-        check_heads(call.pattern, q.shape[1])
+        call.pattern.check_heads(q.shape[1])
     if call.sink_logits is not None and tuple(call.sink_logits.shape) != (q.shape[1],):
         raise ShapeError(
             f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({q.shape[1]},)"
