@@ -28,7 +28,6 @@ import torch.nn.functional as F
 
 import regard as rg
 from regard.engine import flash4
-from regard.pattern.classification import band
 
 BF16 = torch.bfloat16
 c, w, every = rg.causal, rg.window, rg.every
@@ -130,9 +129,10 @@ def contestants(row):
         yield "triton", False, lambda: ours(row, backend="triton")
     if isinstance(row[0], c):
         yield "sdpa", False, lambda: ours(row, backend="sdpa")
-    if flash4.parts_of(row[0], row[1], row[1], 0):
+    parts = flash4.parts_of(row[0], row[1], row[1], 0)
+    if parts:
         yield "flash4", False, lambda: ours(row, backend="flash4")
-    if band(row[0]) is not None:
+    if len(parts) == 1:
         yield "FlashAttention-4", True, lambda: flash_attention_4(row)
         yield "FlashAttention-4 same bits", True, lambda: flash_attention_4(row, deterministic=True)
     if isinstance(row[0], rg.neighborhood) and row[1] <= 16384:

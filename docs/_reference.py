@@ -11,7 +11,7 @@ from posixpath import normpath
 from typing import Any
 
 GROUPS = {
-    "attention": ("Attention", ("engine",)),
+    "attention": ("Attention", ("engine", "reference")),
     "patterns": ("Patterns", ("pattern",)),
     "models": ("Declarations and modules", ("spec", "position", "nn")),
     "verbs": ("Cost, check, look", ("costs", "laws", "lens")),

@@ -8,7 +8,6 @@ from .costs import Plan as Plan
 from .costs import TrainingStep as TrainingStep
 from .costs import cost as cost
 from .costs import plan as plan
-from .engine.attention import allowed_from as allowed_from
 from .engine.attention import attention as attention
 from .engine.explain import explain as explain
 from .engine.merge import merge as merge
@@ -53,6 +52,7 @@ from .position import rope as rope
 from .position import shaw as shaw
 from .position import sinusoidal as sinusoidal
 from .position import t5_buckets as t5_buckets
+from .reference import allowed_from as allowed_from
 from .spec import Attention as Attention
 from .spec import Block as Block
 from .spec import ClassifierHead as ClassifierHead

@@ -248,3 +248,25 @@ def repeat_heads(x: Float[Tensor, "*b h_kv m d"], heads: int) -> Float[Tensor, "
     if heads % kv_heads:
         raise ShapeError(f"{kv_heads} key/value heads do not divide {heads} query heads")
     return repeat(x, "... h m d -> ... (h c) m d", c=heads // kv_heads)
+
+
+def allowed_from(
+    *,
+    zero_one: Tensor | None = None,
+    additive: Tensor | None = None,
+    padding: Bool[Tensor, "b m"] | None = None,
+) -> Bool[Tensor, "..."]:
+    """A foreign mask, by the name of its convention, as a bool tensor with True = may attend.
+
+    zero_one: 1 = may attend. additive: 0 = may attend, −∞ (or a float's lowest number) = may not.
+    padding: (b, m), True = this key is padding, as nn.MultiheadAttention's key_padding_mask.
+    """
+    given = [x for x in (zero_one, additive, padding) if x is not None]
+    if len(given) != 1:
+        raise SpecError("allowed_from takes one mask, by name: zero_one=, additive= or padding=")
+    if zero_one is not None:
+        return zero_one != 0
+    if additive is not None:
+        return additive > torch.finfo(additive.dtype).min
+    assert padding is not None
+    return ~padding[:, None, None, :]

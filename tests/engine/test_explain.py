@@ -151,9 +151,9 @@ def test_an_offset_at_its_default_is_looked_up_as_if_it_were_not_there():
     q = torch.randn(1, 2, 40, 8)
     for word in WORDS:
         attention(q, q, q, word)
-        known = len(PREPARED.values)
+        known = len(PREPARED)
         attention(q, q, q, word, at=0)
-        assert len(PREPARED.values) == known
+        assert len(PREPARED) == known
 
 
 def test_arguments_of_other_libraries_name_what_to_write():

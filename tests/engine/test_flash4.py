@@ -236,11 +236,12 @@ def test_gradients_can_be_differentiated_again():
         (rg.causal(), 3, 11, 2, [(3, 0, 5, None, 0)]),  # keys past position 4 are left out
         (rg.full(), 3, 11, 8, [(3, 0, 11, None, None)]),
         (rg.window(2, 1), 7, 7, 0, [(7, 0, 7, 2, 1)]),
-        (rg.causal() & rg.window(2), 3, 11, 5, [(3, 0, 8, 2, 0)]),
+        (rg.causal() & rg.window(2), 3, 11, 5, [(3, 3, 8, 2, 0)]),  # and those before position 3
         (rg.window(20), 7, 7, 0, [(7, 0, 7, None, None)]),
         (rg.causal() | rg.prefix(3), 9, 9, 0, [(3, 0, 3, None, None), (6, 0, 9, None, 0)]),
         (rg.causal() | rg.prefix(3), 4, 9, 5, [(4, 0, 9, None, 0)]),
-        (rg.causal() & rg.sinks(3), 6, 6, 0, [(3, 0, 3, None, 0), (3, 0, 3, None, None)]),
+        (rg.causal() & rg.sinks(3), 6, 6, 0, [(6, 0, 3, None, 3)]),
+        (rg.causal() & rg.sinks(3) | rg.prefix(2), 6, 6, 0, [(2, 0, 2, None, None), (4, 0, 3, None, None)]),
         (LOCAL | rg.sinks(4), 2000, 2000, 0, []),  # two intervals
         (rg.blocks(4), 32, 32, 0, []),
         (~rg.causal(), 9, 9, 0, []),

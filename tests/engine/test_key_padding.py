@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from regard.engine.attention import allowed_from, attention
+from regard.engine.attention import attention
 from regard.pattern import causal, documents, full, lengths, window
+from regard.reference import allowed_from
 
 H, H_KV, D_K, D_V = 4, 2, 5, 3
 LENGTHS = torch.tensor([7, 1, 4, 0, 5])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from regard.engine import plan as planner
 from regard.engine.parts import ALL, LIMITS, NONE, SOME, cover
-from regard.engine.plan import NoPlan, clauses, plan
+from regard.engine.plan import NoPlan, plan
 from regard.pattern import (
     Pattern,
     Related,
@@ -30,6 +30,7 @@ from regard.pattern import (
     strided,
     window,
 )
+from regard.pattern.clauses import clauses
 
 
 def transposed(*place):

@@ -27,7 +27,7 @@ def nothing_known():
 
 def recalled(inputs, pattern):
     """Whether the next call of this kind is looked up."""
-    return _key(*inputs, pattern, None, "auto") in PREPARED.values
+    return _key(*inputs, pattern, None, "auto") in PREPARED
 
 
 def qkv(n=7, m=7, dtype=torch.float64, grad=True, h_kv=2):
@@ -54,7 +54,7 @@ def test_it_is_recalled_and_few_are_kept(monkeypatch):
     monkeypatch.setattr(PREPARED, "limit", 4)  # two entries a call: by its facts, and by its arguments
     for n in (3, 4, 5):
         attention(*qkv(n, n), window(1))
-    assert [key[3][2] for key in PREPARED.values if len(key) > 2] == [4, 5]
+    assert [key[3][2] for key in PREPARED if len(key) > 2] == [4, 5]
     inputs = qkv(5, 5)
     assert recalled(inputs, window(1)) and not recalled(inputs, window(2))
 
@@ -72,7 +72,7 @@ def test_what_data_decide_is_never_cached():
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     for pattern in (documents(ids), where(torch.ge)):
         attention(*qkv(), pattern)
-        assert not PREPARED.values
+        assert not PREPARED
     for table in (torch.eye(7, dtype=torch.bool), torch.ones(7, 7, dtype=torch.bool).tril()):
         wanted = attention(*qkv(), table, backend="reference")
         assert torch.allclose(attention(*qkv(), table), wanted, atol=1e-12)

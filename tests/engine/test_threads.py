@@ -61,7 +61,7 @@ def test_eight_threads_give_the_bits_of_one(seconds, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and all(rounds) and len(PREPARED.values) <= 24
+    assert not wrong and all(rounds) and len(PREPARED) <= 24
 
 
 def test_a_cache_is_bounded_under_threads():
@@ -77,4 +77,4 @@ def test_a_cache_is_bounded_under_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(cache.values) == 16
+    assert len(cache) == 16

@@ -73,8 +73,7 @@ def whose(x: Tensor, seed: Tensor, a: Options) -> Tensor:
     for j in range(n):
         one = torch.zeros_like(x)
         one[:, j, first:] = n
-        sizes = [a.heads, a.kv_heads, a.d_k, a.d_v]
-        o = torch.ops.regard.fused_qkv(one, None, None, seed, [*sizes, int(a.causal)], [a.scale, a.dropout_p])
+        o = torch.ops.regard.fused_qkv(one, None, None, seed, *a)
         kept.append(rearrange(o, "b n (h d) -> b h n d", h=a.heads)[..., 0])
     return torch.stack(kept, -1)
 

@@ -535,7 +535,7 @@ def replayable(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> bool:
     def watched(run: Any) -> Any:
         return lambda *x: given.append(x[-1]) or run(*x)
 
-    for key, found in list(PREPARED.values.items()):
+    for key, found in list(PREPARED.items()):
         if key[0] is plain.token:
             PREPARED.put(key, (watched(found[0]), found[1]))
     before, host._in_graph = host._in_graph, lambda x: True

@@ -172,9 +172,9 @@ def fused(torch):
             c = torch.zeros(2, m, own, dtype=dtype) if m else None
             long = torch.tensor(lengths) if lengths else None
             seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-            rest = [heads, kv_heads, d, d, int(causal)], [d**-0.5, dropout_p]
-            o = torch.ops.regard.fused_qkv(x, c, long, seed, *rest)
-            torch.ops.regard.fused_qkv_backward(o, x, c, long, seed, *rest)
+            options = heads, kv_heads, d, d, causal, d**-0.5, dropout_p
+            o = torch.ops.regard.fused_qkv(x, c, long, seed, *options)
+            torch.ops.regard.fused_qkv_backward(o, x, c, long, seed, *options)
 
         return call
 

@@ -15,11 +15,11 @@ from torch.testing import assert_close
 
 from ledger_cases import agrees, case, cases
 from pattern_strategies import patterns
-from regard.engine.attention import allowed_from
 from regard.errors import ShapeError, SpecError
 from regard.pattern import causal, every, window
 from regard.reference import (
     additive_scores,
+    allowed_from,
     attend,
     attend_columns,
     attend_streaming,

@@ -5,7 +5,7 @@ from math import inf, isnan, prod, sqrt
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import compat, reference
@@ -15,7 +15,7 @@ from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, choose
 from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced
-from .merge import by_heads, check_heads, merge_sink
+from .merge import by_heads, merge_sink
 
 # Bound once: looking up torch.compiler.is_compiling takes as long as calling it.
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -78,24 +78,24 @@ def attention(
     )  # fmt: skip
     if isinstance(call.pattern, per_head):
         o, lse = by_heads(call, lambda heads: _run(heads, backend))
-    elif key is not None and call.q is q and call.at is at and q.shape[1]:
-        prepared = choose(facts_of(call), backend)
-        if prepared.build is not None:
-            PREPARED.put(key, prepared.direct)
-        o, lse = prepared(call)
     else:
-        o, lse = _run(call, backend)
+        o, lse = _run(call, backend, key if call.q is q and call.at is at else None)
     if front is not None:
         o, lse = o.reshape(*front, *o.shape[2:]), None if lse is None else lse.reshape(*front, call.n)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
-def _run(call: Call, backend: str) -> Outputs:
-    """One call of one pattern. A sink is a part of the softmax with a log-sum-exp and no value: it is merged in."""
+def _run(call: Call, backend: str, key: tuple | None = None) -> Outputs:
+    """One call of one pattern. A sink is a part of the softmax with a log-sum-exp and no value: it is merged in.
+
+    key: under which later calls find the function (q, k, v) → o, if this call has one.
+    """
     if call.q.shape[1] == 0:  # no heads: an empty result of the right shape
         o = call.q @ call.k.mT @ call.v
         return o, o.sum(-1)
     prepared = choose(facts_of(call), backend)
+    if key is not None and prepared.build is not None:
+        PREPARED.put(key, prepared.direct)
     if call.sink_logits is None or prepared.joins_sink:
         return prepared.run(call) if _compiling() and prepared.run is not None else prepared(call)
     o, lse = _run(replaced(call, sink_logits=None, return_lse=True), backend)
@@ -214,28 +214,6 @@ def _autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def allowed_from(
-    *,
-    zero_one: Tensor | None = None,
-    additive: Tensor | None = None,
-    padding: Bool[Tensor, "b m"] | None = None,
-) -> Bool[Tensor, "..."]:
-    """A foreign mask, by the name of its convention, as a bool tensor with True = may attend.
-
-    zero_one: 1 = may attend. additive: 0 = may attend, −∞ (or a float's lowest number) = may not.
-    padding: (b, m), True = this key is padding, as nn.MultiheadAttention's key_padding_mask.
-    """
-    given = [x for x in (zero_one, additive, padding) if x is not None]
-    if len(given) != 1:
-        raise SpecError("allowed_from takes one mask, by name: zero_one=, additive= or padding=")
-    if zero_one is not None:
-        return zero_one != 0
-    if additive is not None:
-        return additive > torch.finfo(additive.dtype).min
-    assert padding is not None
-    return ~padding[:, None, None, :]
-
-
 # Other axes than batch, heads, positions and width, as PyTorch's attention takes them.
 
 
@@ -256,11 +234,10 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
                 f"{name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is needed, where batch and "
                 "heads may be missing"
             )
-    batches = [tuple(x.shape[:-3]) for x in (q, k, v)]
-    heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v)]
+    shaped = [x if x.dim() > 2 else x[None] for x in (q, k, v)]
     try:
-        batch = torch.broadcast_shapes(*batches)
-        (of_keys,) = torch.broadcast_shapes(heads[1:2], heads[2:])
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in shaped))
+        (of_keys,) = torch.broadcast_shapes(*(x.shape[-3:-2] for x in shaped[1:]))
     except RuntimeError:
         if four:
             return q, k, v, None  # `check` says which axis does not fit
@@ -268,13 +245,10 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
             f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; their batch axes, and the heads of k "
             "and v, need to be the same, or 1"
         ) from None
-    of_queries = of_keys if heads[0] == 1 else heads[0]
-    rows = prod(batch)
-    shaped = []
-    for x, count in ((q, of_queries), (k, of_keys), (v, of_keys)):
-        x = x if x.dim() > 2 else x[None]
-        x = x.expand(*batch, count, *x.shape[-2:])
-        shaped.append(x.reshape(rows, *x.shape[-3:]))
+    of_queries = of_keys if shaped[0].shape[-3] == 1 else shaped[0].shape[-3]
+    for at, count in enumerate((of_queries, of_keys, of_keys)):
+        x = shaped[at].expand(*batch, count, *shaped[at].shape[-2:])
+        shaped[at] = x.reshape(prod(batch), *x.shape[-3:])
     no_heads = max(q.dim(), k.dim(), v.dim()) == 2
     return *shaped, batch if no_heads else (*batch, of_queries)  # type: ignore[return-value]
 
@@ -405,7 +379,7 @@ def _check_extras(call: Call) -> None:
                 f"lengths has {low if low < 0 else high}, and there are {m} keys: 0 to {m} is needed"
             )
     if isinstance(call.pattern, per_head):
-        check_heads(call.pattern, q.shape[1])
+        call.pattern.check_heads(q.shape[1])
     if call.sink_logits is not None and tuple(call.sink_logits.shape) != (q.shape[1],):
         raise ShapeError(
             f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({q.shape[1]},)"

@@ -320,24 +320,19 @@ class Prepared:
         return self.run(call)
 
 
-class Cache:
+class Cache(dict[Any, Any]):
     """At most `limit` values by key; the oldest is dropped first. Reading takes no lock: a dict lookup is atomic."""
 
     def __init__(self, limit: int):
-        self.limit, self.values, self.lock = limit, dict[Any, Any](), Lock()
-        self.get = self.values.get
+        self.limit, self.lock = limit, Lock()
 
     def put(self, key: Any, value: T) -> T:
         """If two threads compute the same value, the later one stays."""
         with self.lock:
-            self.values[key] = value
-            while len(self.values) > self.limit:
-                del self.values[next(iter(self.values))]
+            self[key] = value
+            while len(self) > self.limit:
+                del self[next(iter(self))]
         return value
-
-    def clear(self) -> None:
-        with self.lock:
-            self.values.clear()
 
 
 def zeros_in(

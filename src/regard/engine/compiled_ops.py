@@ -5,7 +5,6 @@ number of lengths share a graph. The ids of packed documents are read then too.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -38,7 +37,7 @@ def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
     offset = [*query_offset(call.pattern, call.n, call.m, call.at)]
     options = pattern.text, offset, [call.factor, call.dropout_p, call.softcap or 0.0]
     if not torch.compiler.is_compiling() and compat.transforms_active():
-        return _Transformed.apply(Constants(*options), call.q, call.k, call.v, *extras)
+        return _sparse_transformed((call.q, call.k, call.v, *extras), options)
     return sparse(call.q, call.k, call.v, extras, *options)
 
 
@@ -140,18 +139,14 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad, grad_lse):
-    saved = ctx.saved_tensors
-    none: list[Tensor | None] = [None] * 5
+    """What needs no gradient gets one too, which autograd drops."""
     if grad is None and grad_lse is None:
-        return None, None, None, none, None, None, None
+        return None, None, None, [None] * 5, None, None, None
+    saved = ctx.saved_tensors
     grad = torch.zeros_like(saved[3]) if grad is None else grad
     grads = [grad, _present(grad_lse, grad)]
-    dq, dk, dv, of_table, of_slopes = sparse_backward(grads, saved, *ctx.options, ctx.of_bias)
-    if ctx.of_bias:
-        none[:2] = (g if x.requires_grad else None for g, x in zip((of_table, of_slopes), saved[5:7]))
-    needed = ctx.needs_input_grad
-    of_qkv = (g if needs else None for g, needs in zip((dq, dk, dv), needed))
-    return *of_qkv, none, None, None, None
+    dq, dk, dv, *of_bias = sparse_backward(grads, saved, *ctx.options, ctx.of_bias)
+    return dq, dk, dv, [*of_bias, None, None, None], None, None, None
 
 
 sparse.register_autograd(_backward, setup_context=_setup)
@@ -185,67 +180,53 @@ def _tiles(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tiles.Tile
     return tiles.TileAttention(layouts, options.scale, None, *terms)
 
 
-# torch.func (grad, vjp, vmap) has no rules for custom operators: there each of the two is an autograd function with
-# `setup_context`, which torch.func requires, and a loop as its rule for vmap.
+# torch.func (grad, vjp, vmap) has no rules for custom operators: there they run in an autograd function with
+# `setup_context`, which torch.func requires, and with a loop as its rule for vmap.
 
 
-@dataclass(frozen=True, eq=False)
-class Constants:
-    """The arguments of `sparse` that are not tensors, as one value that torch.func does not look into."""
+def _sparse_transformed(tensors: Sequence[Tensor], options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """`sparse` under torch.func. tensors: q, k, v, then the extras; options: its other arguments."""
 
-    pattern: str
-    offset: list[int]
-    factors: list[float]
+    def forward(q, k, v, *extras):
+        return sparse(q, k, v, extras, *options)
 
+    def backward(grad, grad_lse, q, k, v, *saved):
+        *extras, o, lse = saved
+        of_bias = any(x.numel() for x in extras[:2])
+        return sparse_backward([grad, grad_lse], [q, k, v, o, lse, *extras], *options, of_bias)
 
-def _looped(
-    function: Any, info: Any, in_dims: tuple, arguments: tuple
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """One call for each entry of the mapped axis."""
-    results = []
-    for entry in range(info.batch_size):
-        given = (x if d is None else x.select(d, entry) for x, d in zip(arguments, in_dims))
-        results.append(function.apply(*given))
-    return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
+    def gradients(*tensors):
+        found = _Transformed.apply(backward, None, *tensors)
+        return *(g if g.numel() else None for g in found), None, None, None  # lengths, seed and ids have none
+
+    return _Transformed.apply(forward, gradients, *tensors)
 
 
 class _Transformed(torch.autograd.Function):
+    """run(*tensors), whose gradients are gradients(*grads, *tensors, *results); None: it has none."""
+
     @staticmethod
-    def forward(options, q, k, v, *extras):
-        return sparse(q, k, v, extras, *vars(options).values())
+    def forward(run, gradients, *tensors):
+        return run(*tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.options = inputs[0]
-        ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:])
-
-    @staticmethod
-    def backward(ctx, grad, grad_lse):
-        grads = _TransformedBackward.apply(ctx.options, grad, grad_lse, *ctx.saved_tensors)
-        never = len(ctx.saved_tensors) - 7  # lengths, seed, ids
-        return None, *(g if g.numel() else None for g in grads), *(None,) * never
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return _looped(_Transformed, info, in_dims, arguments)
-
-
-class _TransformedBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(options, grad, grad_lse, *saved):
-        of_bias = bool(saved[5].numel() or saved[6].numel())
-        return sparse_backward([grad, grad_lse], saved, *vars(options).values(), of_bias)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
+        _, ctx.gradients, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx, *grads):
-        raise BackendError(
-            "double backward of sparse attention is not supported under torch.func; use backend='reference'"
-        )
+        if ctx.gradients is None:
+            raise BackendError(
+                "double backward of sparse attention is not supported under torch.func; use backend='reference'"
+            )
+        return None, None, *ctx.gradients(*grads, *ctx.saved_tensors)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return _looped(_TransformedBackward, info, in_dims, arguments)
+        """One call for each entry of the mapped axis."""
+        results = []
+        for entry in range(info.batch_size):
+            given = (x if d is None else x.select(d, entry) for x, d in zip(arguments, in_dims))
+            results.append(_Transformed.apply(*given))
+        return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])

@@ -12,7 +12,7 @@ from .attention import call_of
 from .backends import choose
 from .call import CallFacts, Prepared, facts_of
 from .cpu.backend import GATHERED
-from .merge import check_heads, launches
+from .merge import launches
 from .plan import NoPlan, plan
 
 
@@ -75,7 +75,7 @@ def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
     """The launches of a pattern per head, as one: pairs are of all heads."""
     pattern = facts.pattern
     assert isinstance(pattern, per_head)
-    check_heads(pattern, facts.heads)
+    pattern.check_heads(facts.heads)
     each, lines = [], []
     for one, heads, kv_heads in launches(pattern.patterns, facts.heads // facts.kv_heads):
         found = _explain(replace(facts, pattern=one, heads=len(heads), kv_heads=len(kv_heads)), backend)

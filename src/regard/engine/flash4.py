@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..pattern import Pattern, window
-from ..pattern.classification import band, intervals
-from ..progression import FAR
+from ..pattern.classification import intervals
+from ..progression import Ints
 from . import reference_backend
-from .call import Call, CallFacts, Outputs, Prepared, has_empty_row, replaced
+from .call import Call, CallFacts, Outputs, Prepared, has_empty_row
 
 PACKAGE = "flash-attn-4"
 CAPABILITIES = (9, 10)  # Hopper, Blackwell: others have no backward pass, or none in a fixed order
@@ -166,41 +166,28 @@ class Options(NamedTuple):
 def parts_of(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
     """The calls of its kernels that make up a pattern, one after the other; empty: it is not a few bands.
 
-    Keys past the last that any query sees are left out, so that a causal band stays causal at any query offset.
+    A call has a run of queries, the keys of each of which are one interval. From query to query its first key stays,
+    and from some query on moves; its last key moves, and from some query on stays.
     """
-    relation = band(pattern)
-    if relation is None:
-        return _by_rows(pattern, n, m, start)
-    last = start + n - 1  # the position of the last query
-    bounded = relation.near > -FAR
-    keys = min(m, last - relation.near + 1) if bounded else m
-    ahead = last - (keys - 1)  # of the position that its kernels count by
-    left = None if relation.far >= FAR or relation.far - ahead >= keys - 1 else relation.far - ahead
-    right = ahead - relation.near if bounded else None
-    if right is not None and right >= n - 1:  # the first query sees the last key
-        right = None
-    return (Part(n, 0, keys, left, right),)
-
-
-def _by_rows(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
-    """Runs of queries whose keys are one interval, of which each end stays or moves with the query."""
     found = intervals(pattern, np.arange(start, start + n), m)
     if found is None or (found[0] > found[1]).any():
         return ()
-    low, high = found
-    moves, row = np.column_stack([np.diff(low), np.diff(high)]), 0
+    (low, high), row = found, 0
     parts: list[Part] = []
     while row < n and len(parts) < MAX_PARTS:
-        here = moves[row] if row < n - 1 else np.zeros(2, dtype=np.int64)
-        if here.min() < 0 or here.max() > 1:  # a jump, which ends a run
-            here = np.zeros(2, dtype=np.int64)
-        others = np.flatnonzero((moves[row:] != here).any(1))
-        end = row + int(others[0]) + 1 if len(others) else n
-        last_key = int(high[end - 1])
-        left = last_key - int(low[end - 1]) if here[0] else None
-        parts.append(Part(end - row, int(low[row]), last_key + 1, left, 0 if here[1] else None))
-        row = end
+        last = row + min(_moves(low[row:], 0, 1), _moves(high[row:], 1, 0))
+        left = int(high[last] - low[last]) if low[last] > low[row] else None
+        right = int(high[row] - high[last]) + last - row if high[last] > high[row] else None
+        parts.append(Part(last + 1 - row, int(low[row]), int(high[last]) + 1, left, right))
+        row = last + 1
     return tuple(parts) if row == n else ()
+
+
+def _moves(keys: Ints, first: int, then: int) -> int:
+    """How often a key moves on by `first`, and after that by `then`, before it moves in another manner."""
+    moves = np.append(np.diff(keys), -1)  # which is neither
+    turn = int((moves != first).argmax())
+    return turn + int((moves[turn:] != then).argmax())
 
 
 def _computed(f: CallFacts) -> int:
@@ -237,7 +224,8 @@ def _part(
     window_size = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
     o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **window_size)
     if o.grad_fn is not None:
-        call = Call(q, k, v, part.pattern, scale=options.scale, at=k.shape[1] - q.shape[1])
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        call = Call(q, k, v, part.pattern, scale=options.scale, at=k.shape[2] - q.shape[2])
         o.grad_fn.register_hook(partial(_double_backward, call))
     return o, lse
 
@@ -245,13 +233,9 @@ def _part(
 def _double_backward(
     call: Call, grads: tuple[Tensor | None, ...], given: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, ...] | None:
-    """A hook after its backward pass: the gradients as they are, or under create_graph=True by the formula.
-
-    call: q, k and v with the heads behind the positions.
-    """
+    """A hook after its backward pass: the gradients as they are, or under create_graph=True by the formula."""
     if not torch.is_grad_enabled() or given[0] is given[1] is None:
         return None
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     grad = None if given[0] is None else given[0].transpose(1, 2)
-    results = reference_backend.gradients((grad, given[1]), replaced(call, q=q, k=k, v=v))
+    results = reference_backend.gradients((grad, given[1]), call)
     return *(None if x is None else x.transpose(1, 2) for x in results), *grads[3:]

@@ -55,44 +55,41 @@ def attend(
     A row of x holds the queries, then keys and values; where a context is given, that holds the last two.
     """
     seed = torch.randint(2**31 - 1, (1,), device=x.device) if options.dropout_p else None
-    return torch.ops.regard.fused_qkv(x, context, lengths, seed, [*map(int, options[:5])], [*options[5:]])
+    return torch.ops.regard.fused_qkv(x, context, lengths, seed, *options)
 
 
 # The operation. Defined by its schema: torch.library.custom_op would cost more time than a launch.
 
-_ARGUMENTS = "Tensor x, Tensor? context, Tensor? lengths, Tensor? seed, int[] sizes, float[] factors"
+_OPTIONS = "int heads, int kv_heads, int d_k, int d_v, bool causal, float scale, float dropout_p"
+_ARGUMENTS = f"Tensor x, Tensor? context, Tensor? lengths, Tensor? seed, {_OPTIONS}"
 torch.library.define("regard::fused_qkv", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define("regard::fused_qkv_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor)")
 
 
-def _options(sizes: list[int], factors: list[float]) -> Options:
-    heads, kv_heads, d_k, d_v, is_causal = sizes
-    return Options(heads, kv_heads, d_k, d_v, bool(is_causal), *factors)
-
-
 @torch.library.impl("regard::fused_qkv", ("cpu", "cuda"))
-def _run(x, context, lengths, seed, sizes, factors):
+def _run(x, context, lengths, seed, *options):
     from .cuda.triton import fused_qkv as kernels
 
-    return kernels.forward(x, context, lengths, seed, _options(sizes, factors))
+    return kernels.forward(x, context, lengths, seed, Options(*options))
 
 
 @torch.library.register_fake("regard::fused_qkv")
-def _(x, context, lengths, seed, sizes, factors):
-    return x.new_empty(*x.shape[:2], sizes[0] * sizes[3])
+def _(x, context, lengths, seed, *options):
+    heads, _, _, d_v, *_ = options
+    return x.new_empty(*x.shape[:2], heads * d_v)
 
 
 @torch.library.impl("regard::fused_qkv_backward", ("cpu", "cuda"))
-def _run_backward(grad, x, context, lengths, seed, sizes, factors):
+def _run_backward(grad, x, context, lengths, seed, *options):
     """Where there is no context, its gradient is an empty tensor: an operation cannot return None."""
     from .cuda.triton import fused_qkv as kernels
 
-    dx, dc = kernels.backward(grad, x, context, lengths, seed, _options(sizes, factors))
+    dx, dc = kernels.backward(grad, x, context, lengths, seed, Options(*options))
     return dx, x.new_empty(0) if dc is None else dc
 
 
 @torch.library.register_fake("regard::fused_qkv_backward")
-def _(grad, x, context, lengths, seed, sizes, factors):
+def _(grad, x, context, lengths, seed, *options):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     like = (0,) if context is None else context.shape
     return dx, torch.empty(like, dtype=x.dtype, device=x.device)
@@ -100,13 +97,13 @@ def _(grad, x, context, lengths, seed, sizes, factors):
 
 def _setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4])
-    ctx.rest = inputs[4:]
+    ctx.options = inputs[4:]
 
 
 def _backward(ctx, grad):
     x, context, lengths, seed = ctx.saved_tensors
-    dx, dc = torch.ops.regard.fused_qkv_backward(grad, x, context, lengths, seed, *ctx.rest)
-    return dx, None if context is None else dc, *(None,) * 4
+    dx, dc = torch.ops.regard.fused_qkv_backward(grad, x, context, lengths, seed, *ctx.options)
+    return dx, None if context is None else dc, *(None,) * (2 + len(ctx.options))
 
 
 torch.library.register_autograd("regard::fused_qkv", _backward, setup_context=_setup)

@@ -67,14 +67,6 @@ def merge_sink(
 # A pattern per head: heads with equal patterns run as one call of theirs, and the results are put in order.
 
 
-def check_heads(pattern: per_head, heads: int) -> None:
-    """A pattern per head needs as many as there are query heads."""
-    if len(pattern.patterns) != heads:
-        raise ShapeError(
-            f"per_head has {len(pattern.patterns)} patterns for {heads} query heads; give one for each head"
-        )
-
-
 def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
     """The results of all heads, in the order of the heads. run: for a call of some heads with one pattern."""
     assert isinstance(call.pattern, per_head)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..pattern import Pattern, Relation, Word
-from ..progression import FAR, Ints
+from ..progression import FAR, Ints, PerQuery, Progression
 
 LIMITS = {
     "positions": 1 << 40,
@@ -157,14 +157,14 @@ def bounds(relation: Relation, tiles: Tiles, ys: Axis) -> Bounds:
     if relation.query_class[0] > 1:
         nth, by = _solve(x0, tiles.stride, *relation.query_class)
         some, each = some & (nth < tiles.rows), each & (nth == 0) & ((by == 1) | (tiles.rows == 1))
-    modulus, residue = relation.key_class[0], np.full_like(x0, relation.key_class[1])
+    keys = Progression(0, 0, relation.key_class[1], relation.key_class[0])
     if relation.divisor > 1:
         shared = gcd(tiles.stride, relation.divisor)  # what all rows of a tile agree on
         each = each & (shared == relation.divisor)
-        modulus, residue, possible = _both_residues(modulus, residue, shared, x0 % shared)
-        some = some & possible
-    residue, modulus = _solve(np.full_like(x0, ys.start), ys.step, modulus, residue)
-    some, residue = some & (residue < FAR), residue % modulus
+        keys &= Progression(0, 0, x0 % shared, shared)  # hi < lo where the residues contradict each other
+        limit("positions", keys.step, "two residues of one word")
+    residue, modulus = _solve(np.full_like(x0, ys.start), ys.step, keys.step, keys.residue)
+    some, residue = some & (keys.lo <= keys.hi) & (residue < FAR), residue % modulus
 
     last = relation.key_below - 1
     outer = _indices(ys, outer_lo, np.minimum(outer_hi, last), some, 0)
@@ -179,15 +179,7 @@ def _indices(ys: Axis, lo: Ints, hi: Ints, real: NDArray[np.bool_], empty: Ints 
     return np.where(real, lo, empty), np.where(real, hi, empty)
 
 
-def _both_residues(k: int, r: Ints, l: int, s: Ints) -> tuple[int, Ints, NDArray[np.bool_]]:
-    """The modulus and residue of y ≡ r (mod k) and y ≡ s (mod l), and whether there is any such y."""
-    limit("positions", lcm(k, l), "two residues of one word")
-    t, _ = _solve(r, k, l, s)
-    possible = t < FAR
-    return lcm(k, l), np.where(possible, r + k * np.where(possible, t, 0), 0), possible
-
-
-def _solve(start: Ints, step: int, k: int, residue: Ints | int) -> tuple[Ints, int]:
+def _solve(start: Ints, step: int, k: int, residue: PerQuery) -> tuple[Ints, int]:
     """(t, by): start + step · t ≡ residue (mod k) for t, t + by, …; t = FAR where none does."""
     g = gcd(step, k)
     by = k // g
@@ -305,26 +297,26 @@ class Spans:
 NOTHING, HULL = -2, -1
 
 
-def spans(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, shift: Ints) -> Spans:
-    """A column of cells: each as its cover or, where that is cheaper, as its hull."""
-    step = table.step[cover]
-    residue = (table.residue[cover] + shift) % step
-    exact = table.slope[cover] * (hi - lo) + table.base[cover]
+def spans(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, step: Ints, residue: Ints) -> Spans:
+    """A column of spans: each as its cover (−1: it has none) or, where that is cheaper, as its hull."""
+    exact = np.where(cover < 0, np.inf, table.slope[cover] * (hi - lo) + table.base[cover])
     hull = MASKED_PAIR_COST * (hi - lo) / step + PART_COST
-    cover = np.where(cover < 0, NOTHING, np.where(exact <= hull, cover, HULL))
-    return Spans(lo, hi, cover, step, residue, np.minimum(exact, hull))
+    cheaper = np.where(exact <= hull, cover, HULL)
+    return Spans(lo, hi, cheaper, step, residue % step, np.minimum(exact, hull))
+
+
+def cells(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, shift: Ints) -> Spans:
+    """A column of cells."""
+    column = spans(table, cover, lo, hi, table.step[cover], table.residue[cover] + shift)
+    return replace(column, cover=np.where(cover < 0, NOTHING, column.cover))
 
 
 def merged(table: CoverTable, a: Spans, b: Spans) -> tuple[NDArray[np.bool_], Spans]:
     """Where one span from the start of a to the end of b is cheaper than both; and that span."""
     step = np.gcd(np.gcd(a.step, b.step), a.residue - b.residue)
-    hull = MASKED_PAIR_COST * (b.hi - a.lo) / step + PART_COST
     same = (a.cover == b.cover) & (a.cover >= 0) & (a.hi == b.lo)
-    at = np.maximum(a.cover, 0)
-    exact = np.where(same, table.slope[at] * (b.hi - a.lo) + table.base[at], np.inf)
-    cover = np.where(exact <= hull, a.cover, HULL)
-    cost = np.minimum(exact, hull)
-    return same | (cost < a.cost + b.cost), Spans(a.lo, b.hi, cover, step, a.residue % step, cost)
+    union = spans(table, np.where(same, a.cover, -1), a.lo, b.hi, step, a.residue)
+    return same | (union.cost < a.cost + b.cost), union
 
 
 def merge(table: CoverTable, columns: Iterator[Spans]) -> Iterator[Spans]:
@@ -381,7 +373,7 @@ def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Int
         code = 3 * code + pattern.fold(value.__getitem__, np.minimum, np.maximum, lambda v: ALL - v)
     code[lo == hi] = 0
     table, index = _covers(code, residues)
-    columns = (spans(table, index[:, c], lo[:, c], hi[:, c], residues.shift) for c in range(lo.shape[1]))
+    columns = (cells(table, index[:, c], lo[:, c], hi[:, c], residues.shift) for c in range(lo.shape[1]))
     return emit(table, list(merge(table, columns)), residues.shift)
 
 
@@ -400,20 +392,11 @@ def _bounded(words: dict[Pattern, Bounds]) -> dict[Pattern, Bounds]:
 def _covers(code: Ints, residues: Residues) -> tuple[CoverTable, Ints]:
     """The table of all covers that occur, and the index of each cell's cover (−1: no key is allowed there)."""
     outcomes = len(residues.truths)
-    codes, nth = _distinct(code, 3**outcomes)
-    pairs, index = _distinct(residues.kind[:, None] * len(codes) + nth, len(residues.outcome) * len(codes))
+    pairs, index = np.unique(residues.kind[:, None] * 3**outcomes + code, return_inverse=True)
     known: dict[Cover, int] = {}
     numbers = np.empty(len(pairs), dtype=np.int64)
-    for at, (kind, which) in enumerate(divmod(int(p), len(codes)) for p in pairs):
-        digits = (codes[which] // 3 ** np.arange(outcomes) % 3).astype(np.int8)
+    for at, (kind, number) in enumerate(divmod(int(p), 3**outcomes) for p in pairs):
+        digits = (number // 3 ** np.arange(outcomes) % 3).astype(np.int8)
         made = cover(digits[residues.outcome[kind]].tobytes())
         numbers[at] = known.setdefault(made, len(known)) if made else -1
-    return CoverTable.of(list(known) or [((0, 1, False),)]), numbers[index]
-
-
-def _distinct(values: Ints, below: int) -> tuple[Ints, Ints]:
-    """np.unique with return_inverse for values in 0 … below − 1, without sorting."""
-    distinct = np.flatnonzero(np.bincount(values.ravel(), minlength=below))
-    number = np.zeros(below, dtype=np.int64)
-    number[distinct] = np.arange(len(distinct))
-    return distinct, number[values]
+    return CoverTable.of(list(known) or [((0, 1, False),)]), numbers[index].reshape(code.shape)

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..pattern import Both, Either, Not, Pattern, Relation, Word, full, neighborhood
+from ..pattern import Not, Pattern, Relation, Word, full, neighborhood
+from ..pattern.clauses import Clause, clauses, conjuncts
 from ..progression import FAR, Ints
 from .parts import (
     LIMITS,
@@ -34,7 +35,6 @@ from .parts import (
 
 TILE_COST = 128  # of one more tile, per row, in pairs: reading q, writing o, merging with other passes
 SAMPLE_TILES = 256  # tiles on which candidates are compared
-MAX_CLAUSES = 8  # clauses that a union is split into
 MAX_RUNS = 4  # progressions of one query
 QUERIES = 64  # whose keys `keys_of_query` computes at once
 
@@ -244,36 +244,6 @@ def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Tiling, ..
         yield _split([(key[0], groups[key]) for key in sorted(groups, reverse=True)])
 
 
-Clause = tuple[Pattern, ...]  # words and negated words, all of which hold
-
-
-def clauses(pattern: Pattern) -> list[Clause]:
-    """The pattern as a union of clauses, if they are at most MAX_CLAUSES."""
-    match pattern:
-        case Either():
-            union = clauses(pattern.left) + clauses(pattern.right)
-        case Both():
-            union = _intersection(clauses(pattern.left), clauses(pattern.right))
-        case Not(Not() as inner):
-            union = clauses(inner.inner)
-        case Not(Either() as inner):
-            union = _intersection(clauses(~inner.left), clauses(~inner.right))
-        case Not(Both() as inner):
-            union = clauses(~inner.left) + clauses(~inner.right)
-        case _:
-            union = [(pattern,)]
-    return union if len(union) <= MAX_CLAUSES else [(pattern,)]
-
-
-def conjuncts(pattern: Pattern) -> list[Pattern]:
-    """What all has to hold: the operands of the outermost `&`."""
-    return [*conjuncts(pattern.left), *conjuncts(pattern.right)] if isinstance(pattern, Both) else [pattern]
-
-
-def _intersection(a: list[Clause], b: list[Clause]) -> list[Clause]:
-    return [tuple(dict.fromkeys(x + y)) for x in a for y in b]
-
-
 def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Tiling, ...]:
     """One pass per group, each less the groups before it: C & E − C & W is C & E & ~W."""
     tilings: list[Tiling] = []
@@ -295,21 +265,16 @@ def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Tiling, ...]:
 
 def _without_row_classes(pattern: Pattern, by_keys: bool) -> Pattern:
     """The pattern without `~rows(k)` (by keys: `~every(k)`): to leave out whole rows of a tile costs nothing."""
-    match pattern:
-        case Both(left, Not(Word() as word)) if _is_row_class(relations(word, by_keys)[word]):
-            return _without_row_classes(left, by_keys)
-        case Both(left, right):
-            return _without_row_classes(left, by_keys) & _without_row_classes(right, by_keys)
-        case Either(left, right):
-            return _without_row_classes(left, by_keys) | _without_row_classes(right, by_keys)
-        case _:
-            return pattern
+    first, *others = conjuncts(pattern)
+    return reduce(and_, (x for x in others if not _leaves_out_rows(x, by_keys)), first)
 
 
-def _is_row_class(relation: Relation) -> bool:
-    """Whether the relation is a condition on a residue of the tile's rows and nothing else."""
-    k, _ = relation.query_class
-    return k > 1 and relation == Relation(query_class=relation.query_class)
+def _leaves_out_rows(condition: Pattern, by_keys: bool) -> bool:
+    """Whether it is a condition on a residue of the tile's rows, negated, and nothing else."""
+    if not isinstance(condition, Not) or not isinstance(word := condition.inner, Word):
+        return False
+    relation = relations(word, by_keys)[word]
+    return relation.query_class[0] > 1 and relation == Relation(query_class=relation.query_class)
 
 
 # The plan of one query, as formulas of its position p: a sequence that grows by a key at a time would need a new plan

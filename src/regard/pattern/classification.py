@@ -106,17 +106,6 @@ def _of_class(residue: Residue, x: Run) -> Classes:
     return Classes((g == k) & (x.first % k == r), none)
 
 
-def band(pattern: Pattern) -> Relation | None:
-    """near ≤ i − j ≤ far, if that is all that the pattern asks."""
-    found = pattern.fold(
-        lambda word: None if word.has_data else word.relation,
-        lambda a, b: None if a is None or b is None else a & b,
-        lambda a, b: None,
-        lambda a: None,
-    )
-    return found if found is not None and found == Relation(near=found.near, far=found.far) else None
-
-
 def intervals(pattern: Pattern, i: Ints, m: int) -> tuple[Ints, Ints] | None:
     """The first and the last key of each query, if its keys are one interval; an empty one ends before it begins."""
 

@@ -41,6 +41,13 @@ class per_head(Pattern):
             inner = ", ".join(pattern.text for pattern in given)
             object.__setattr__(self, "text", f'{{"kind": "per_head", "patterns": [{inner}]}}')
 
+    def check_heads(self, heads: int) -> None:
+        """Raise a ShapeError if these are not as many patterns as query heads."""
+        if len(self.patterns) != heads:
+            raise ShapeError(
+                f"per_head has {len(self.patterns)} patterns for {heads} query heads; give one for each head"
+            )
+
     def allows(self, i, j):
         """One truth value for each head; of tensors, along an axis in front of the last two."""
         found = [pattern.allows(i, j) for pattern in self.patterns]

@@ -212,7 +212,7 @@ def test_one_query_is_prepared_once_and_then_gives_the_same_bits(pattern):
     first, second = (rg.attention(q, k, v, pattern, backend="tiles") for _ in range(2))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, rg.attention(q, k, v, pattern, backend="reference"))
-    names = [getattr(made, "__qualname__", "") for made in PREPARED.values.values()]
+    names = [getattr(made, "__qualname__", "") for made in PREPARED.values()]
     assert any(name.startswith("_one_query") for name in names)
 
 

@@ -238,7 +238,7 @@ def test_a_call_that_names_the_backend_is_looked_up_the_second_time(n):
     PREPARED.clear()
     q, k, v = heads(n)
     first, second = (rg.attention(q, k, v, SPARSE, backend="triton") for _ in range(2))
-    assert _key(q, k, v, SPARSE, None, "triton") in PREPARED.values
+    assert _key(q, k, v, SPARSE, None, "triton") in PREPARED
     assert torch.equal(first, second)
     assert all(map(torch.equal, gradients(first, (q, k, v)), gradients(second, (q, k, v))))
 
@@ -295,4 +295,4 @@ def test_lengths_and_offsets_on_the_gpu_are_read_anew_by_a_call_that_was_prepare
                 exact = rg.attention(q, k, v, pattern, **given, backend="reference")
                 assert close([rg.attention(q, k, v, pattern, **given)], [exact]), (dtype, numbers, lengths)
     # One direct call for each dtype and shape; those keys begin with the pattern's text, the others with call facts.
-    assert sum(isinstance(key[0], str) for key in PREPARED.values) == 2 * 3
+    assert sum(isinstance(key[0], str) for key in PREPARED) == 2 * 3

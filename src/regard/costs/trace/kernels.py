@@ -206,10 +206,10 @@ def _sparse_flops(q: Tensor, k: Tensor, v: Tensor, rest: Any, pattern: str, offs
     return 2 * q.shape[:-2].numel() * pairs * (q.shape[-1] + v.shape[-1])
 
 
-def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, sizes: Any, factors: Any) -> int:
+def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, *options: Any) -> int:
     """Attention of a short sequence, with queries, keys and values side by side."""
     (b, n), m = x.shape[:2], (x if context is None else context).shape[1]
-    heads, _, d_k, d_v, is_causal = sizes
+    heads, _, d_k, d_v, is_causal, *_ = options
     return 2 * b * heads * (n * (n + 1) // 2 if is_causal else n * m) * (d_k + d_v)
 
 

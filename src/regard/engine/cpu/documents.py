@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ... import compat
 from ...pattern import At, Pattern, causal, documents, full, query_offset, tree
+from ...pattern.clauses import conjuncts
 from ...pattern.data import chains, spans
-from ..plan import conjuncts
 from .layout import Layout, TileGroup
 from .strided_layout import layout_or_mask, with_joined_rows
 

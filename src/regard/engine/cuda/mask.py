@@ -12,8 +12,9 @@ import triton.language as tl
 
 from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, full, neighborhood
 from ...pattern.classification import of_relation
+from ...pattern.clauses import conjuncts
 from ...progression import FAR
-from ..plan import conjuncts, residue, run_formulas
+from ..plan import residue, run_formulas
 
 
 def expression(pattern: Pattern) -> str:

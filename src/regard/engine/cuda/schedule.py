@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...pattern import Pattern, Run, classify
+from ...pattern.clauses import conjuncts
 from ...progression import Ints
 from ..call import Place
-from ..plan import Pass, conjuncts, plan
+from ..plan import Pass, plan
 from .call import Config
 from .mask import narrowed, without_certain_words
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...pattern import Both, Not, Pattern, causal, documents, full, window
+from ...pattern.clauses import conjuncts
 from .lazy_mask import Mask
 
 
@@ -205,9 +206,7 @@ def together(pattern: Pattern, user: Pattern | None) -> Pattern:
 
 def is_causal(pattern: Pattern) -> bool:
     """Whether the pattern is written so that no query sees a key after it."""
-    if isinstance(pattern, Both):
-        return is_causal(pattern.left) or is_causal(pattern.right)
-    return isinstance(pattern, causal) or (isinstance(pattern, window) and pattern.after == 0)
+    return any(isinstance(x, causal) or (isinstance(x, window) and x.after == 0) for x in conjuncts(pattern))
 
 
 def _shiftable(user: Pattern | None, origin: int) -> bool:
