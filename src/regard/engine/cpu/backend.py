@@ -29,7 +29,7 @@ from ..plan import NoPlan, keys_of_query, why_masked
 from . import documents, gathered_layout
 from .kernels import fused_forward, join, max_saved
 from .layout import Layout
-from .strided_layout import concatenated_layouts, layout, layout_or_mask
+from .strided_layout import concatenated_layouts, layout
 from .tiles import TileAttention, attend, working
 
 EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
@@ -227,7 +227,7 @@ def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
     if f.pattern.has_data:
         return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
     if isinstance(at, Tensor):
-        return tuple(layout_or_mask(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
+        return tuple(layout(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
     return (layout(*f.place),)
 
 

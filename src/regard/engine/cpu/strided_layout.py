@@ -31,21 +31,18 @@ MAX_CONCATENATED_GROUPS = 64  # each is about twenty operations
 def layout(
     pattern: Pattern, n: int, m: int, start: int, step: int, narrow: int = NARROW, wide: int = WIDE
 ) -> Layout:
-    """The fastest of the merged layouts of a pattern without data."""
-    layouts = list(merged_layouts(pattern, n, m, start, step, wide, wide))
+    """The fastest of the merged layouts of a pattern without data. Without a plan, every pair, masked: a call may be
+    chosen before its sizes or offsets are known."""
+    try:
+        layouts = list(merged_layouts(pattern, n, m, start, step, wide, wide))
+    except NoPlan:
+        firsts = range(0, n, MASKED_ROWS) if m else ()
+        of_keys = 0, 0, 1, m, pattern, start, step
+        tiles = (TileGroup(1, r, 0, 1, min(MASKED_ROWS, n - r), *of_keys) for r in firsts)
+        return Layout(n, m, start, step, tuple(tiles))
     with suppress(NoPlan):  # there are more narrow tiles, perhaps too many
         layouts = [*merged_layouts(pattern, n, m, start, step, narrow, wide), *layouts]
     return min((one for _, one in layouts), key=lambda one: one.nanoseconds())
-
-
-@lru_cache(maxsize=64)
-def layout_or_mask(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
-    """The same where a call was chosen before its sizes or offsets were known: without a plan, every pair, masked."""
-    with suppress(NoPlan):
-        return layout(pattern, n, m, start, step)
-    firsts = range(0, n, MASKED_ROWS) if m else ()
-    tiles = (TileGroup(1, r, 0, 1, min(MASKED_ROWS, n - r), 0, 0, 1, m, pattern, start, step) for r in firsts)
-    return Layout(n, m, start, step, tuple(tiles))
 
 
 @lru_cache(maxsize=8)  # read twice in one choice: by `layout` and by `concatenated_layouts`
@@ -122,7 +119,7 @@ def _groups(one: Pass, start: int, step: int) -> Iterator[TileGroup]:
             by, of_rows = None if full else one.pattern, (row, row_shift, row_step, rows)
             group = TileGroup(tiles, *of_rows, key, key_shift, key_step, keys, by, start, step)
             # Tiles with a mask are cut into groups whose tiles all have the mask of their first.
-            for low, high, cycle in [(0, tiles, 1)] if full or tiles == 1 else _cycles(group, one.pattern):
+            for low, high, cycle in _cycles(group):
                 for phase in range(low, low + cycle):
                     yield group.tile(phase, len(range(phase, high, cycle)), cycle)
 
@@ -166,9 +163,12 @@ def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, 
 # Tiles whose masks are the same.
 
 
-def _cycles(group: TileGroup, pattern: Pattern) -> Iterator[tuple[int, int, int]]:
+def _cycles(group: TileGroup) -> Iterator[tuple[int, int, int]]:
     """(first, end, cycle): runs of tiles in which tile t has the mask of tile t + cycle."""
-    words = list(relations(pattern, by_keys=False).values())
+    if group.masked_by is None or group.tiles == 1:
+        yield 0, group.tiles, 1
+        return
+    words = list(relations(group.masked_by, by_keys=False).values())
     di, dj = group.step * group.row_shift, group.key_shift
     period = lcm(*(_period(word, di, dj) for word in words))  # 0: no two tiles have the same mask
     cut = _cuts(group, words) if period else range(group.tiles)
@@ -235,7 +235,7 @@ def _concatenated(merged: Layout, moving: Plan, rows: int) -> tuple[TileGroup, .
     by = None if all(group.masked_by is None for group in bands) else moving.passes[0].pattern
     groups: list[TileGroup] = []
     for run in _band_runs(tiles, bands[0].key_step, by, merged):
-        for low, high, cycle in [(0, run.tiles, 1)] if by is None else _cycles(run, by):
+        for low, high, cycle in _cycles(run):
             end = high - (high - low) % cycle  # then come fewer tiles than a cycle
             complete = replace(run.tile(low, end - low), cycle=cycle)
             for band in (complete, *map(run.tile, range(end, high))):
