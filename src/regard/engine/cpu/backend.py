@@ -174,7 +174,7 @@ def _by_gathering(
         layout = gathered_layout.GatheredLayout(found, *f.like())
         some = torch.zeros(f.n, dtype=torch.bool, device="cpu")
         for one in found:
-            some[one.rows] = one.table.any(-1).view(-1)
+            some[one.rows] = one.table.any(-1)
         return zeros_in(_function(f, layout), ~some[:, None])
 
     count, keys = sum(shape.tiles for shape in shapes), sorted({shape.keys for shape in shapes})

@@ -29,7 +29,7 @@ from .. import reference_backend
 from ..call import Call
 from . import kernels
 from .distance_bias import TileBias, along, along_backward, for_each_batch_row, padded
-from .gathered_layout import GatheredLayout, GatheredPiece, joined
+from .gathered_layout import GatheredLayout, GatheredPiece
 from .kernels import Buffers, with_buffers
 from .layout import Layout, Piece, TileGroup
 
@@ -352,10 +352,10 @@ class TileAttention:
                 run.backward(piece, of_rows, of_keys, next(weights, None), (e, de if of_bias else None))
         dq = rows["dq"] if outside == 1.0 else rows["dq"].mul_(outside)
         de = rows["de"].sum(0) if of_bias and "de" in rows else None
-        dk, dv = (
-            joined(keys["d" + x]).view(keys[x].shape) if gathered else keys["d" + x] for x in ("k", "v")
-        )
-        return dq, dk, dv, de
+        for x in ("k", "v") if gathered else ():
+            parts = keys["d" + x]  # of some heads each
+            keys["d" + x] = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(keys[x].shape)
+        return dq, keys["dk"], keys["dv"], de
 
     def _merged_rows(self, do: Tensor, saved: "Saved") -> Named:
         """What pieces that are merged read of each row: lse, δ, and the gradient of lse."""
