@@ -27,8 +27,8 @@ from ...pattern import At, Pattern, positions
 from ...position import ByDistance
 from .. import reference_backend
 from ..call import Call
-from . import kernels
-from .distance_bias import TileBias, along, along_backward, for_each_batch_row, padded
+from . import distance_bias, kernels
+from .distance_bias import along, along_backward, for_each_batch_row, padded
 from .gathered_layout import GatheredLayout, GatheredPiece
 from .kernels import Buffers, with_buffers
 from .layout import Layout, Piece, TileGroup
@@ -106,7 +106,7 @@ class Executor:
             torch.mul(s, s, out=self.buffers("tanh²", *piece.scores))
             s.mul_(softcap)
         if e is not None:
-            s.add_(TileBias.of(piece.tiles, self.call.distances[0]).view(e[piece.heads], *piece.scores[1:]))
+            s.add_(distance_bias.in_tile(e[piece.heads], piece.tiles, self.call.distances[0]))
         return s if mask is None else s.add_(mask)
 
     def backward(
@@ -137,7 +137,7 @@ class Executor:
             ds.addcmul_(w, self._row(piece, rows["dlse"]))
         if de is not None:
             assert isinstance(piece, Piece)
-            TileBias.of(piece.tiles, self.call.distances[0]).add_gradient(de[piece.heads], ds)
+            distance_bias.add_gradient(de[piece.heads], ds, piece.tiles, self.call.distances[0])
         if self.call.softcap is not None:  # d tanh = 1 − tanh²
             ds.addcmul_(ds, buffers("tanh²", *piece.scores), value=-1.0)
         self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer)
@@ -180,8 +180,7 @@ class Executor:
         triangle = group.triangle and e is None
         mask = None if triangle or (own := group.mask(q.dtype)) is None else own[0]
         if e is not None:
-            q, low = q.flip(2), self.call.distances[0]
-            bias = TileBias.of(group, low).view(e, group.rows, group.keys)[:, None]
+            q, bias = q.flip(2), distance_bias.in_tile(e, group, self.call.distances[0])[:, None]
             bias = bias if mask is None else bias + mask
             mask = bias if bias.stride(-1) == 1 else bias.contiguous()
         part, part_lse = kernels.fused_forward(q, k, v, self.scale, mask, triangle, group.empty_rows)
