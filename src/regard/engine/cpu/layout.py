@@ -10,7 +10,7 @@ row in common are merged by log-sum-exp.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd, inf
 
 import numpy as np
@@ -386,6 +386,7 @@ class Layout:
         """Whether all keys of a tile are in one softmax, and every row is in exactly one group."""
         return bool(self.groups) and self.groups[0].concatenated
 
+    @lru_cache(maxsize=256)  # noqa: B019 — of all layouts together: the oldest is dropped first
     def within(self, low: int, high: int) -> "Layout":
         """The same with none but the keys low … high − 1 visible."""
         if low <= 0 and high >= self.m:

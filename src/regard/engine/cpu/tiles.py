@@ -12,7 +12,7 @@ adds its share of the exact gradients. Weights of a softmax over all keys are sa
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import frexp, inf, prod
 from typing import Any, NamedTuple
 
@@ -299,7 +299,7 @@ class TileAttention:
         if self.lengths is not None or len(layouts) > 1:
             each = layouts * b if len(layouts) == 1 else layouts
             limits = [[one.m] for one in each] if self.lengths is None else self.lengths.view(b, -1).tolist()
-            within = [_within(one, *([0, *limit])[-2:]) for one, limit in zip(each, limits)]
+            within = [one.within(*([0, *limit])[-2:]) for one, limit in zip(each, limits)]
             batch = [(slice(r, r + 1), left) for r, left in enumerate(within)]
         group = rows["q"].shape[1] // keys["k"].shape[1]
         for batch_rows, left in batch:
@@ -372,11 +372,6 @@ def with_flat_heads(x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h m d"]:
     """x, copied unless each head is contiguous and they are evenly spaced: a part of a longer cache is not copied."""
     (b, h, _, d), strides = x.shape, x.stride()
     return x if strides[2:] == (d, 1) and (b == 1 or strides[0] == h * strides[1]) else x.contiguous()
-
-
-@lru_cache(maxsize=256)
-def _within(layout: Layout, low: int, high: int) -> Layout:
-    return layout.within(low, high)
 
 
 class Saved(NamedTuple):
