@@ -324,7 +324,10 @@ class Piece:
         return x if direct else buffers(name, *x.shape)
 
     def store(self, x: Tensor, value: Tensor) -> None:
-        if value is not x:
+        """Added to x where a group before its own wrote to these rows."""
+        if not self.fresh:
+            x.add_(self.in_order(value))
+        elif value is not x:
             x.copy_(self.in_order(value))
 
     def add_to_keys(

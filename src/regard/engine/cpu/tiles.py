@@ -140,7 +140,8 @@ class Executor:
             distance_bias.add_gradient(de[piece.heads], ds, piece.tiles, self.call.distances[0])
         if self.call.softcap is not None:  # d tanh = 1 − tanh²
             ds.addcmul_(ds, buffers("tanh²", *piece.scores), value=-1.0)
-        self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer)
+        dq = piece.rows_of(rows["dq"])
+        piece.store(dq, kernels.mix(ds, k, piece.output(dq, "dq", buffers), outer))
         piece.add_to_keys(keys, "dk", ds, q, outer, buffers)
         piece.add_to_keys(keys, "dv", w if dropout is None else w.mul_(dropout), do, 1.0, buffers)
 
@@ -160,16 +161,6 @@ class Executor:
         if piece.has_empty_row and "lse" in rows:
             s.masked_fill_(self._row(piece, rows["lse"]) == inf, 0.0)
         return s
-
-    def _add_dq(self, piece: AnyPiece, dq: Tensor, ds: Tensor, k: list[Tensor], alpha: float) -> None:
-        if piece.fresh:
-            piece.store(dq, kernels.mix(ds, k, piece.output(dq, "dq", self.buffers), alpha))
-            return
-        assert isinstance(piece, Piece)
-        if dq.is_contiguous() and not piece.group.by_products:
-            kernels.mix(ds, k, dq, alpha, add=True)
-        else:
-            dq.add_(piece.in_order(kernels.mix(ds, k, self.buffers("dq", *dq.shape), alpha)))
 
     # Groups that PyTorch's fused op runs, which holds no scores.
 
