@@ -352,10 +352,7 @@ class TileAttention:
         assert saved.o is not None and saved.lse is not None
         # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
         rows = {"lse": saved.lse.masked_fill(saved.lse == -inf, inf), "o": saved.o.contiguous()}
-        layouts = [one for one in self.layouts if isinstance(one, Layout)]
-        steps = (step for one in layouts for step in (one.unfused if self.by_products else one).steps)
-        if saved.e is not None or not all(alone for _, _, alone in steps):
-            rows["delta"] = _dots(do, rows["o"])
+        rows["delta"] = _dots(do, rows["o"])
         return rows if saved.grad_lse is None else rows | {"dlse": saved.grad_lse}
 
 
