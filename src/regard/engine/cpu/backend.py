@@ -132,12 +132,8 @@ def _gathered(f: CallFacts) -> Prepared | None:
     if best is None:
         return None
     shape, nanoseconds = best
-
-    def tiles() -> tuple[gathered_layout.Gathering, ...]:
-        allowed = f.pattern.allowed(f.n, f.m, f.offset, torch.device("cpu"))
-        return (gathered_layout.gathered(allowed, shape),)
-
-    return _by_gathering(f, GATHERED, [shape], nanoseconds * 1e-9, tiles)
+    seconds = nanoseconds * 1e-9
+    return _by_gathering(f, GATHERED, [shape], seconds, lambda: (gathered_layout.gathered(f.place, shape),))
 
 
 def _listed(f: CallFacts) -> Prepared | str:

@@ -108,9 +108,10 @@ class Gathering(NamedTuple):
         return Shape(1, *self.table.shape)
 
 
-def gathered(allowed: Bool[Tensor, "n m"], shape: Shape) -> Gathering:
+def gathered(place: Place, shape: Shape) -> Gathering:
     """The tiles of this shape."""
-    (hop, count, r, l), (n, m) = shape, allowed.shape
+    (hop, count, r, l), (pattern, n, m, start, step) = shape, place
+    allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
     rows = _filled(_order(n, hop), count * r).view(count, r)
     tables = allowed[rows]
     some = [torch.arange(m, device="cpu") if l == m else table.any(0).nonzero().view(-1) for table in tables]
