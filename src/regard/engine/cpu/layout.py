@@ -9,7 +9,7 @@ row in common are merged by log-sum-exp.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import gcd, inf
 
@@ -71,6 +71,7 @@ class TileGroup:
     # Never by the fused op, and rows are loaded from the last to the first: a bias by distance is a view then.
     by_products: bool = False
     split: bool = False  # a part of a tile that was too large
+    _masks: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def all_keys(self) -> int:
@@ -104,10 +105,6 @@ class TileGroup:
         if mask.numel() <= MAX_CACHED_MASK and not self.split:
             self._masks[dtype] = mask
         return mask
-
-    @cached_property
-    def _masks(self) -> dict[torch.dtype, Tensor]:
-        return {}
 
     @cached_property
     def empty_rows(self) -> Bool[Tensor, " r"] | None:
@@ -167,9 +164,8 @@ class TileGroup:
     @property
     def mergeable(self) -> bool:
         """Whether its tiles can be one tile: the same keys, no mask, and rows that follow one another."""
-        return self.tiles == 1 or (
-            self.masked_by is None and self.key_shift == 0 and self.row_shift == self.rows * self.row_step
-        )
+        follow = self.key_shift == 0 and self.row_shift == self.rows * self.row_step
+        return self.masked_by is None and (self.tiles == 1 or follow)
 
     @property
     def phases(self) -> int:
@@ -379,6 +375,7 @@ class Layout:
     start: int  # query r is at position start + step · r
     step: int
     groups: tuple[TileGroup, ...]
+    _pieces: dict[int, list[Piece]] = field(default_factory=dict, init=False, repr=False)  # by heads
 
     @cached_property
     def computed(self) -> int:
@@ -450,10 +447,6 @@ class Layout:
             ]
             self._pieces[heads] = sorted(pieces, key=lambda p: p.heads.start if p.group.by_head else -1)
         return self._pieces[heads]
-
-    @cached_property
-    def _pieces(self) -> dict[int, list[Piece]]:
-        return {}
 
     def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0) -> float:
         """An estimate. saved: how many weights of concatenated keys the backward pass does not compute again."""
