@@ -10,8 +10,7 @@ import torch
 import regard as rg
 from regard.engine.backends import TABLE, choose
 from regard.engine.call import CallFacts, Prepared
-from regard.engine.cpu.strided_layout import layout
-from regard.engine.plan import NoPlan
+from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
 from regard.position import ByDistance
 
@@ -262,7 +261,7 @@ def test_a_compiled_graph_masks_what_no_progressions_describe():
         or_, map(rg.every, (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)), rg.window(1)
     )
     with pytest.raises(NoPlan):
-        layout(p, 70, 70, 0, 1)
+        plan(p, 70, 70, 0, 1)
     q, k, v = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0)).unbind()
     torch._dynamo.reset()
     got = torch.compile(lambda *x: rg.attention(*x, p), fullgraph=True, backend="aot_eager")(q, k, v)

@@ -17,7 +17,7 @@ from ..pattern import Pattern, query_offset, tree
 from ..position import ByDistance
 from .call import NO_SEED, SEEDS, Call, Extras, Options
 from .cpu import documents, tiles
-from .cpu.strided_layout import layout_or_mask
+from .cpu.strided_layout import layout
 
 
 def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ def _tiles(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tiles.Tile
     pattern, n, m, start = options.pattern, q.shape[2], k.shape[2], options.start
     layouts = None if extras.ids is None else documents.layouts_of_ids(extras.ids, pattern, n, start)
     if extras.ids is None:
-        layouts = (layout_or_mask(pattern, n, m, start, options.step),)
+        layouts = (layout(pattern, n, m, start, options.step),)
     if layouts is None:
         raise BackendError(
             "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"

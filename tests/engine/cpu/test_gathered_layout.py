@@ -39,7 +39,7 @@ def calls(pattern, inputs, learns=True, scale=5**-0.5):
     q, k, v = inputs
     n, m = q.shape[2], k.shape[2]
     for shape in gathered_layout.shapes(pattern, n, m, m - n, 1):
-        gathering = gathered_layout.gathered(pattern.allowed(n, m), shape)
+        gathering = gathered_layout.gathered((pattern, n, m, m - n, 1), shape)
         laid = gathered_layout.GatheredLayout([gathering], q, k, v)
         yield tiles.TileAttention((laid,), scale, (pattern, (m - n, 1)), learns=learns)
 

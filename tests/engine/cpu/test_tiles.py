@@ -266,14 +266,14 @@ def test_eight_threads_with_mixed_shapes_give_the_bits_of_one():
         [(window(8) | every(16), 131), (causal() & strided(8), 97), (window(30), 211)]
     ):
         q, k, v = tensors(b=1, n=n, d_k=16, d_v=16, dtype=torch.float32, seed=seed)
-        allowed = pattern.allowed(n)
         merged = tiles.TileAttention((layout(pattern, n, n, 0, 1),), 0.25)
         calls = [lambda *x, c=merged: tiles.attend(*x, c)[0]]
         bias = ByDistance(slopes=torch.tensor([0.1, 0.2]))
         calls.append(lambda *x, c=merged, b=bias: tiles.attend(*x, c, b)[0])
         calls += [tiles.TileAttention((one,), 0.25) for one in concatenated_layouts(pattern, n, n, 0, 1)]
         shape = gathered_layout.shapes(pattern, n, n, 0, 1)[-1]
-        gathered = gathered_layout.GatheredLayout([gathered_layout.gathered(allowed, shape)], q, k, v)
+        gathering = gathered_layout.gathered((pattern, n, n, 0, 1), shape)
+        gathered = gathered_layout.GatheredLayout([gathering], q, k, v)
         calls.append(tiles.TileAttention((gathered,), 0.25))
         cases += [(call, (q, k, v)) for call in calls]
 

@@ -29,7 +29,7 @@ from ..plan import NoPlan, keys_of_query, why_masked
 from . import documents, gathered_layout
 from .kernels import fused_forward, join, max_saved
 from .layout import Layout
-from .strided_layout import concatenated_layouts, layout, layout_or_mask
+from .strided_layout import concatenated_layouts, layout
 from .tiles import TileAttention, attend, working
 
 EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
@@ -45,7 +45,7 @@ LISTED, ONE_QUERY, PACKED = "gathered keys", "one query", "packed documents"
 BY_DISTANCE, WITH_DROPOUT = "bias by distance", "dropout"
 # Seconds of one query: of a call, of a progression of keys, and per number of k and v.
 QUERY_CALL, QUERY_PART, QUERY_NUMBER = 40e-6, 15e-6, 0.12e-9
-Keys = list[range | Tensor]  # of one query: progressions, or positions one by one
+Keys = list[tuple[slice | Tensor, int]]  # of one query: a progression, or positions one by one; their number
 
 
 class Tiles:
@@ -132,12 +132,8 @@ def _gathered(f: CallFacts) -> Prepared | None:
     if best is None:
         return None
     shape, nanoseconds = best
-
-    def tiles() -> tuple[gathered_layout.Gathering, ...]:
-        allowed = f.pattern.allowed(f.n, f.m, f.offset, torch.device("cpu"))
-        return (gathered_layout.gathered(allowed, shape),)
-
-    return _by_gathering(f, GATHERED, [shape], nanoseconds * 1e-9, tiles)
+    seconds = nanoseconds * 1e-9
+    return _by_gathering(f, GATHERED, [shape], seconds, lambda: (gathered_layout.gathered(f.place, shape),))
 
 
 def _listed(f: CallFacts) -> Prepared | str:
@@ -174,7 +170,7 @@ def _by_gathering(
         layout = gathered_layout.GatheredLayout(found, *f.like())
         some = torch.zeros(f.n, dtype=torch.bool, device="cpu")
         for one in found:
-            some[one.rows] = one.table.any(-1).view(-1)
+            some[one.rows] = one.table.any(-1)
         return zeros_in(_function(f, layout), ~some[:, None])
 
     count, keys = sum(shape.tiles for shape in shapes), sorted({shape.keys for shape in shapes})
@@ -227,7 +223,7 @@ def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
     if f.pattern.has_data:
         return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
     if isinstance(at, Tensor):
-        return tuple(layout_or_mask(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
+        return tuple(layout(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
     return (layout(*f.place),)
 
 
@@ -263,7 +259,7 @@ def _is_one_query(f: CallFacts) -> bool:
 
 def _one_query(f: CallFacts) -> Prepared:
     parts, rows = _keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.lengths else 1
-    count, numbers = sum(map(len, parts)), f.batch * f.kv_heads * (f.d_k + f.d_v)
+    count, numbers = sum(size for _, size in parts), f.batch * f.kv_heads * (f.d_k + f.d_v)
     seconds = rows * (QUERY_CALL + len(parts) * QUERY_PART) + numbers * count * QUERY_NUMBER
     if f.grad:  # the gradient of each part is a tensor as long as the cache
         seconds = 3 * seconds + len(parts) * numbers * f.m * QUERY_NUMBER
@@ -279,11 +275,12 @@ def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
     for first, step, count, complete in keys_of_query(pattern, position):
         part = range(first + max(-((first - low) // step), 0) * step, min(first + step * count, high), step)
         if complete or not part:
-            parts.append(part)
+            parts.append((slice(part.start, part.stop, step), len(part)))
         else:
             j = torch.arange(part.start, part.stop, step, device="cpu")
-            parts.append(j[torch.as_tensor(pattern.allows(position, j), device="cpu")])
-    return [part for part in parts if len(part)] or [range(0)]
+            j = j[torch.as_tensor(pattern.allows(position, j), device="cpu")]
+            parts.append((j, len(j)))
+    return [part for part in parts if part[1]] or [(slice(0), 0)]
 
 
 def _attend_one_query(call: Call, position: int) -> Outputs:
@@ -303,15 +300,11 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float) -> tuple[T
     """o and lse by the fused op, in few steps: Python takes most of the time of one query."""
     b, h, _, d = q.shape
     q = q.reshape(b, k.shape[1], -1, d)
-    parts = (fused_forward(q, k[:, :, part], v[:, :, part], scale) for part in _indices(keys))
+    parts = (fused_forward(q, k[:, :, part], v[:, :, part], scale) for part, _ in keys)
     o, lse = next(parts)
     for part in parts:
         join(o, lse, *part)
     return o.reshape(b, h, 1, -1), lse.reshape(b, h, 1)
-
-
-def _indices(keys: Keys) -> list[slice | Tensor]:
-    return [slice(x.start, x.stop, x.step) if isinstance(x, range) else x for x in keys]
 
 
 def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tuple[Tensor, Tensor]:
@@ -320,17 +313,16 @@ def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tupl
     (b, h, _, d_k), kv_heads = q.shape, k.shape[1]
     q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _keys(call.pattern, position, *([0, *limits])[-2:])
     plain = call.bias is call.softcap is None and not call.dropout_p and dtype == call.q.dtype
-    if plain and len(keys[0]) and not needs_grad(q, k, v):  # the fused op takes fewer steps
+    if plain and keys[0][1] and not needs_grad(q, k, v):  # the fused op takes fewer steps
         return _fused(call.q[rows], k, v, keys, call.factor)
-    slices = _indices(keys)
-    products = [q @ k[:, :, part].to(dtype).mT for part in slices]
+    parts, sizes = zip(*keys)
+    products = [q @ k[:, :, part].to(dtype).mT for part in parts]
     s = softcapped(call.factor * torch.cat(products, -1), call.softcap)
     if isinstance(call.bias, ByDistance):
-        j = torch.cat([torch.arange(k.shape[2], device=k.device)[part] for part in slices])
+        j = torch.cat([torch.arange(k.shape[2], device=k.device)[part] for part in parts])
         s = s + call.bias.at(j - position).to(dtype).reshape(s.shape[1:])
     lse = s.logsumexp(-1) if s.shape[-1] else s.sum(-1) - inf
     weights = F.dropout(s.softmax(-1), call.dropout_p) if call.dropout_p else s.softmax(-1)
-    shares = zip(weights.split([len(part) for part in keys], -1), slices)
-    o = sum(share @ v[:, :, part].to(dtype) for share, part in shares)
+    o = sum(share @ v[:, :, part].to(dtype) for share, part in zip(weights.split(sizes, -1), parts))
     assert isinstance(o, Tensor)
     return o.reshape(b, h, 1, -1).to(call.q.dtype), lse.reshape(b, h, 1)

@@ -6,7 +6,6 @@ With the rows of a tile in reverse order, the bias of a tile is e[x₀ + a·r + 
 gradient is a sum along the anti-diagonals of the tile, which are the columns of another view.
 """
 
-from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
@@ -66,41 +65,35 @@ def padded(shape: tuple[int, int, int], buffers: Buffers) -> Float[Tensor, "t r 
     return buffer[..., :l]
 
 
-@dataclass(frozen=True)
-class TileBias:
-    """Where the bias of a tile is in e: entry first + a·r + c·l for row r, counted from the last, and key l."""
+def in_tile(e: Float[Tensor, "heads x"], tiles: TileGroup, smallest: int) -> Float[Tensor, "heads r l"]:
+    """The bias of the first tile, rows from the last to the first. Entry x of e is that at distance x + smallest."""
+    first, a, c = _place(tiles, smallest)
+    return e[:, first:].as_strided((len(e), tiles.rows, tiles.keys), (e.stride(0), a, c))
 
-    first: int
-    a: int
-    c: int
 
-    @classmethod
-    def of(cls, tiles: TileGroup, smallest: int) -> "TileBias":
-        """Entry x of e is the bias at distance x + smallest."""
-        last = tiles.start + tiles.step * (tiles.row + tiles.row_step * (tiles.rows - 1))
-        return cls(tiles.key - last - smallest, tiles.step * tiles.row_step, tiles.key_step)
+def _place(tiles: TileGroup, smallest: int) -> tuple[int, int, int]:
+    """first, a, c: entry first + a·r + c·l of e is the bias of row r, counted from the last, and key l."""
+    last = tiles.start + tiles.step * (tiles.row + tiles.row_step * (tiles.rows - 1))
+    return tiles.key - last - smallest, tiles.step * tiles.row_step, tiles.key_step
 
-    def view(self, e: Float[Tensor, "heads x"], rows: int, keys: int) -> Float[Tensor, "heads r l"]:
-        return e[:, self.first :].as_strided((len(e), rows, keys), (e.stride(0), self.a, self.c))
 
-    def add_gradient(self, de: Float[Tensor, "heads x"], ds: Float[Tensor, "t r l"]) -> None:
-        """de[first + a·r + c·l] += Σ_t ds[t, r, l]; the tiles are those of one head, or one of each head.
+def add_gradient(
+    de: Float[Tensor, "heads x"], ds: Float[Tensor, "t r l"], tiles: TileGroup, smallest: int
+) -> None:
+    """de[first + a·r + c·l] += Σ_t ds[t, r, l]; the tiles are those of one head, or one of each head.
 
-        Where a = c: rows are followed by zeros (`padded`), so read with a pitch of one less, row r is shifted by r.
-        """
-        t, r, l = ds.shape
-        if self.a != self.c:
-            self._add_by_rows(de, ds.sum(0, keepdim=True) if len(de) == 1 else ds)
-            return
+    Where a = c: rows are followed by zeros (`padded`), so read with a pitch of one less, row r is shifted by r.
+    """
+    (first, a, c), (t, r, l) = _place(tiles, smallest), ds.shape
+    if a == c:
         pitch = l + r - 1
         shifted = ds.as_strided((t, r, pitch), (r * (l + r), pitch, 1))
         columns = torch.bmm(ds.new_ones(1, 1, r).expand(t, 1, r), shifted)[:, 0]  # a sum, but faster
         columns = columns.sum(0, keepdim=True) if len(de) == 1 else columns
-        de[:, self.first : self.first + self.c * (pitch - 1) + 1 : self.c] += columns
-
-    def _add_by_rows(self, de: Float[Tensor, "heads x"], ds: Float[Tensor, "heads r l"]) -> None:
-        a, c = self.a, self.c
-        chunk = c // a if c % a == 0 else 1  # this many rows reach no entry twice
-        for low in range(0, ds.shape[1], chunk):
-            rows, there = ds[:, low : low + chunk], de[:, self.first + a * low :]
-            there.as_strided(rows.shape, (de.stride(0), a, c)).add_(rows)
+        de[:, first : first + c * (pitch - 1) + 1 : c] += columns
+        return
+    ds = ds.sum(0, keepdim=True) if len(de) == 1 else ds
+    chunk = c // a if c % a == 0 else 1  # this many rows reach no entry twice
+    for low in range(0, r, chunk):
+        rows, there = ds[:, low : low + chunk], de[:, first + a * low :]
+        there.as_strided(rows.shape, (de.stride(0), a, c)).add_(rows)

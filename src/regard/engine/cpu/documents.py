@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import groupby
 from operator import and_
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from ...pattern import At, Pattern, causal, documents, full, query_offset, tree
 from ...pattern.clauses import conjuncts
 from ...pattern.data import chains, spans
 from .layout import Layout, TileGroup
-from .strided_layout import layout_or_mask, with_joined_rows
+from .strided_layout import layout, with_joined_rows
 
 MAX_SHARED = 128  # keys of documents that share a tile: they are computed faster than one call for each takes
 MAX_CACHED = 8  # layouts, each with its masks: those of a batch of ids, one for each pattern beside them
@@ -77,50 +76,46 @@ def _layouts(
         return None
     with compat.without_dispatch_modes():  # FakeTensorMode would leave its own tensors in the cache
         words = [documents(torch.from_numpy(row)) for row in rows.copy()]
-    each = (tuple(_groups(of_row or [], word, rest, n, start)) for of_row, word in zip(all_spans, words))
+    found = zip(all_spans, words)
+    each = (tuple(_groups(_documents(of_row or [], n, start), word, rest)) for of_row, word in found)
     return tuple(Layout(n, m, start, 1, groups) for groups in each)
 
 
-class Document(NamedTuple):
-    """The queries and keys of one document."""
-
-    row: int
-    rows: int
-    key: int
-    keys: int
-
-
-def _documents(of_row: list[tuple[int, int]], n: int, start: int) -> Iterator[Document]:
-    """Documents without a query are left out; a query past the last document has no allowed key."""
+def _documents(of_row: list[tuple[int, int]], n: int, start: int) -> Iterator[TileGroup]:
+    """A tile of each document without a mask. Those without a query are left out; a query past the last document has
+    no allowed key."""
     for a, b in of_row:
         row, end = max(a - start, 0), min(b - start, n)
         if row < end:
-            yield Document(row, end - row, a, b - a)
+            rows, keys = end - row, b - a
+            yield TileGroup(1, row, rows, 1, rows, a, keys, 1, keys, None, start, 1)
 
 
-def _groups(
-    of_row: list[tuple[int, int]], by_ids: documents, rest: Pattern, n: int, start: int
-) -> Iterator[TileGroup]:
-    waiting: list[Document] = []  # short ones, which will share a tile
-    for (_, keys), equal in groupby(_documents(of_row, n, start), key=lambda one: (one.rows, one.keys)):
-        group = list(equal)
-        if sum(one.keys for one in waiting) + len(group) * keys > MAX_SHARED:
-            yield from _shared_tile(waiting, by_ids, rest, start)
+def _shape(one: TileGroup) -> tuple[int, int]:
+    return one.rows, one.keys
+
+
+def _groups(each: Iterator[TileGroup], by_ids: documents, rest: Pattern) -> Iterator[TileGroup]:
+    waiting: list[TileGroup] = []  # short ones, which will share a tile
+    for (_, keys), equal in groupby(each, key=_shape):
+        same = list(equal)
+        if sum(one.keys for one in waiting) + len(same) * keys > MAX_SHARED:
+            yield from _shared_tile(waiting, by_ids, rest)
             waiting = []
-        if len(group) * keys > MAX_SHARED:
-            yield from _own_tiles(group[0], len(group), rest, start)
+        if len(same) * keys > MAX_SHARED:
+            yield from _own_tiles(replace(same[0], tiles=len(same)), rest)
         else:
-            waiting += group
-    yield from _shared_tile(waiting, by_ids, rest, start)
+            waiting += same
+    yield from _shared_tile(waiting, by_ids, rest)
 
 
-def _shared_tile(short: list[Document], by_ids: documents, rest: Pattern, start: int) -> Iterator[TileGroup]:
+def _shared_tile(short: list[TileGroup], by_ids: documents, rest: Pattern) -> Iterator[TileGroup]:
     if len(short) == 1:
-        yield from _own_tiles(short[0], 1, rest, start)
+        yield from _own_tiles(short[0], rest)
     elif short:
         first, last = short[0], short[-1]
         rows, keys = last.row + last.rows - first.row, last.key + last.keys - first.key
-        yield _tiles(Document(first.row, rows, first.key, keys), 1, by_ids & rest, start)
+        yield replace(first, row_shift=rows, rows=rows, key_shift=keys, keys=keys, masked_by=by_ids & rest)
 
 
 def _of_tree(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...] | None:
@@ -129,43 +124,37 @@ def _of_tree(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...] | 
     for first, end, runs in chains(parents, range(start, start + n), MAX_RECTANGLES):
         for one in _documents([(first, end)], n, start):
             own.append(one)
-            above += [one._replace(key=key, keys=stop - key) for key, stop in runs]
+            above += [replace(one, key=key, key_shift=stop - key, keys=stop - key) for key, stop in runs]
         if len(above) > MAX_RECTANGLES:
             return None
     above.sort(key=lambda one: (one.key, one.keys, one.row))
-    rectangles = [_tiles(one, 1, None, start) for one in above]
-    equal = (list(group) for _, group in groupby(own, key=lambda one: (one.rows, one.keys)))
-    triangles = (part for group in equal for part in _causal_tiles(group[0], len(group), start))
-    return *triangles, *with_joined_rows(rectangles)
+    equal = (list(same) for _, same in groupby(own, key=_shape))
+    triangles = (part for same in equal for part in _causal_tiles(replace(same[0], tiles=len(same))))
+    return *triangles, *with_joined_rows(above)
 
 
-def _own_tiles(one: Document, tiles: int, rest: Pattern, start: int) -> Iterator[TileGroup]:
+def _own_tiles(equal: TileGroup, rest: Pattern) -> Iterator[TileGroup]:
     """Documents of one length that follow one another."""
     if isinstance(rest, causal):
-        yield from _causal_tiles(one, tiles, start)
-        return
-    if isinstance(rest, full) or one.rows * one.keys <= MAX_TILE**2:
-        yield _tiles(one, tiles, None if isinstance(rest, full) else rest, start)
-        return
-    alone = layout_or_mask(rest, one.rows, one.keys, start + one.row - one.key, 1)
-    for t in range(tiles):
-        for group in alone.groups:
-            row, key = one.row + t * one.rows, one.key + t * one.keys
-            yield replace(group, row=group.row + row, key=group.key + key, start=start)
+        yield from _causal_tiles(equal)
+    elif isinstance(rest, full):
+        yield equal
+    elif equal.rows * equal.keys <= MAX_TILE**2:
+        yield replace(equal, masked_by=rest)
+    else:
+        alone = layout(rest, equal.rows, equal.keys, equal.start + equal.row - equal.key, 1)
+        for one in map(equal.tile, range(equal.tiles)):
+            for group in alone.groups:
+                yield replace(group, row=group.row + one.row, key=group.key + one.key, start=one.start)
 
 
-def _causal_tiles(one: Document, tiles: int, start: int) -> Iterator[TileGroup]:
+def _causal_tiles(equal: TileGroup) -> Iterator[TileGroup]:
     """A triangle of each document, or two of half the size and the square between them."""
-    group, half = _tiles(one, tiles, causal(), start), one.rows // 2
-    if not group.triangle or one.rows not in HALVED:
+    group, half = replace(equal, masked_by=causal()), equal.rows // 2
+    if not group.triangle or group.rows not in HALVED:
         yield group
         return
-    later = replace(group.some_rows(half, one.rows - half), keys=half, masked_by=None)
+    later = replace(equal.some_rows(half, equal.rows - half), keys=half)
     yield replace(group.some_rows(0, half), keys=half)
-    yield replace(later, key=one.key + half, keys=later.rows, masked_by=group.masked_by)
+    yield replace(later, key=equal.key + half, keys=later.rows, masked_by=group.masked_by)
     yield later
-
-
-def _tiles(one: Document, tiles: int, masked_by: Pattern | None, start: int) -> TileGroup:
-    of_rows, of_keys = (one.row, one.rows, 1, one.rows), (one.key, one.keys, 1, one.keys)
-    return TileGroup(tiles, *of_rows, *of_keys, masked_by, start, 1)

@@ -90,29 +90,32 @@ def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Sha
 class Gathering(NamedTuple):
     """The queries and keys of tiles that have as many keys."""
 
-    shape: Shape
-    rows: Int[Tensor, " rows"]  # of one tile after the other; the last one repeated, to fill the last tile
-    keys: Int[Tensor, "t l"]
+    rows: Int[Tensor, "t r"]  # the last one repeated, to fill the last tile
+    keys: Int[Tensor, "t l"]  # those that no row attends to fill up
     table: Bool[Tensor, "t r l"]
-    needed: Bool[Tensor, "t l"]  # which keys some row attends to: others fill up
 
     @classmethod
-    def of(cls, shape: Shape, rows: Int[Tensor, " rows"], tiles: list[tuple[Tensor, Tensor]]) -> "Gathering":
+    def of(cls, rows: Int[Tensor, "t r"], tiles: list[tuple[Tensor, Tensor]], size: int) -> "Gathering":
         """tiles: some keys of each, and its table of allowed pairs with these. Key 0 fills up; the table hides it."""
-        keys = torch.zeros(shape.tiles, shape.keys, dtype=torch.long, device="cpu")
-        pairs = torch.zeros(shape[1:], dtype=torch.bool, device="cpu")
+        keys = torch.zeros(len(tiles), size, dtype=torch.long, device="cpu")
+        pairs = torch.zeros(*rows.shape, size, dtype=torch.bool, device="cpu")
         for t, (some, table) in enumerate(tiles):
             keys[t, : len(some)], pairs[t, :, : len(some)] = some, table
-        return cls(shape, rows, keys, pairs, pairs.any(1))
+        return cls(rows, keys, pairs)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(1, *self.table.shape)
 
 
-def gathered(allowed: Bool[Tensor, "n m"], shape: Shape) -> Gathering:
+def gathered(place: Place, shape: Shape) -> Gathering:
     """The tiles of this shape."""
-    (hop, count, r, l), (n, m) = shape, allowed.shape
-    rows = _filled(_order(n, hop), count * r)
-    tables = allowed[rows].view(count, r, m)
+    (hop, count, r, l), (pattern, n, m, start, step) = shape, place
+    allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
+    rows = _filled(_order(n, hop), count * r).view(count, r)
+    tables = allowed[rows]
     some = [torch.arange(m, device="cpu") if l == m else table.any(0).nonzero().view(-1) for table in tables]
-    return Gathering.of(shape, rows, [(keys, table[:, keys]) for keys, table in zip(some, tables)])
+    return Gathering.of(rows, [(keys, table[:, keys]) for keys, table in zip(some, tables)], l)
 
 
 def gathered_by_rows(place: Place) -> tuple[Gathering, ...] | None:
@@ -150,8 +153,7 @@ def _gathered_by_rows(place: Place, versions: tuple[int | None, ...]) -> tuple[G
     made = []
     for size in sizes.unique().tolist():
         these = (sizes == size).nonzero().view(-1)
-        shape = Shape(1, len(these), DATA_ROWS, size)
-        made.append(Gathering.of(shape, rows[these].view(-1), [tiles[t] for t in these.tolist()]))
+        made.append(Gathering.of(rows[these], [tiles[t] for t in these.tolist()], size))
     return tuple(made)
 
 
@@ -175,7 +177,7 @@ class GatheredLayout:
     fused: tuple = ()
 
     def __init__(self, tiles: Sequence[Gathering], q: Tensor, k: Tensor, v: Tensor):
-        n, m, pairs = q.shape[2], k.shape[2], sum(one.shape.pairs for one in tiles)
+        n, m, pairs = q.shape[2], k.shape[2], sum(one.table.numel() for one in tiles)
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
         chunk = min(max(MAX_SCORES // (pairs * group), 1) * group, heads)
         counts = [min(chunk, heads - first) for first in range(0, heads, chunk)]
@@ -286,19 +288,15 @@ def _taken(
     return buffers(name, *shape)  # the same memory
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _pieces(
     tiles: Sequence[Gathering], n: int, m: int, heads: int, group: int, dtype: torch.dtype
 ) -> list[GatheredPiece]:
     """The tables for this many heads, of which each `group` share their keys."""
     head = torch.arange(heads, device="cpu")[:, None]
     index = [(m * (head // group) + one.keys.view(-1)).view(-1) for one in tiles]
-    rows = [(n * head + one.rows).view(-1) for one in tiles]
+    rows = [(n * head + one.rows.view(-1)).view(-1) for one in tiles]
     own, queries = torch.cat(index), torch.cat(rows)
-    real = torch.cat([one.needed.view(-1).repeat(heads) for one in tiles]).nonzero().view(-1)
+    real = torch.cat([one.table.any(1).view(-1).repeat(heads) for one in tiles]).nonzero().view(-1)
     counts = torch.bincount(own[real], minlength=heads // group * m)
     copies, first = real[own[real].argsort(stable=True)], counts.cumsum(0) - counts
     by_query = queries.argsort(stable=True)  # the first of those of a query is its own, the others fill up
@@ -307,7 +305,7 @@ def _pieces(
     in_order = len(tiles) == 1 and torch.equal(queries, torch.arange(heads * n, device="cpu"))
     total, before, pieces = (len(queries), len(own)), (0, 0), []
     for one, keys, queries in zip(tiles, index, rows):
-        (_, count, r, l), table = one.shape, one.table | ~one.table.any(-1, keepdim=True)
+        (count, r, l), table = one.table.shape, one.table | ~one.table.any(-1, keepdim=True)
         mask = torch.zeros(table.shape, dtype=dtype, device="cpu").masked_fill_(~table, -inf)
         filled = (~own_row[before[0] : before[0] + len(queries)]).nonzero().view(-1)
         pieces.append(

@@ -156,15 +156,14 @@ def mix(
     parts: list[Tensor],
     into: Float[Tensor, "t r d"],
     alpha: float = 1.0,
-    add: bool = False,
 ) -> Float[Tensor, "t r d"]:
-    """into = alpha · Σ weights part over all parts, or that added to it; `into` is contiguous."""
-    if len(parts) == 1 and not add:
+    """into = alpha · Σ weights part over all parts; `into` is contiguous."""
+    if len(parts) == 1:
         return product(weights, parts[0], alpha, into)
     for part, columns in _beside(parts, weights):
-        if part is parts[0] and not add:
+        if part is parts[0]:
             product(columns, part, alpha, into)
-        elif part is not parts[0] and len(part) == 1:
+        elif len(part) == 1:
             into.flatten(0, 1).addmm_(columns.flatten(0, 1), part[0], alpha=alpha)
         else:
             into.baddbmm_(columns, part, alpha=alpha)

@@ -9,8 +9,8 @@ row in common are merged by log-sum-exp.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from math import gcd, inf
 
 import numpy as np
@@ -71,6 +71,7 @@ class TileGroup:
     # Never by the fused op, and rows are loaded from the last to the first: a bias by distance is a view then.
     by_products: bool = False
     split: bool = False  # a part of a tile that was too large
+    _masks: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def all_keys(self) -> int:
@@ -104,10 +105,6 @@ class TileGroup:
         if mask.numel() <= MAX_CACHED_MASK and not self.split:
             self._masks[dtype] = mask
         return mask
-
-    @cached_property
-    def _masks(self) -> dict[torch.dtype, Tensor]:
-        return {}
 
     @cached_property
     def empty_rows(self) -> Bool[Tensor, " r"] | None:
@@ -167,9 +164,8 @@ class TileGroup:
     @property
     def mergeable(self) -> bool:
         """Whether its tiles can be one tile: the same keys, no mask, and rows that follow one another."""
-        return self.tiles == 1 or (
-            self.masked_by is None and self.key_shift == 0 and self.row_shift == self.rows * self.row_step
-        )
+        follow = self.key_shift == 0 and self.row_shift == self.rows * self.row_step
+        return self.masked_by is None and (self.tiles == 1 or follow)
 
     @property
     def phases(self) -> int:
@@ -324,7 +320,10 @@ class Piece:
         return x if direct else buffers(name, *x.shape)
 
     def store(self, x: Tensor, value: Tensor) -> None:
-        if value is not x:
+        """Added to x where a group before its own wrote to these rows."""
+        if not self.fresh:
+            x.add_(self.in_order(value))
+        elif value is not x:
             x.copy_(self.in_order(value))
 
     def add_to_keys(
@@ -376,6 +375,7 @@ class Layout:
     start: int  # query r is at position start + step · r
     step: int
     groups: tuple[TileGroup, ...]
+    _pieces: dict[int, list[Piece]] = field(default_factory=dict, init=False, repr=False)  # by heads
 
     @cached_property
     def computed(self) -> int:
@@ -386,6 +386,7 @@ class Layout:
         """Whether all keys of a tile are in one softmax, and every row is in exactly one group."""
         return bool(self.groups) and self.groups[0].concatenated
 
+    @lru_cache(maxsize=256)  # noqa: B019 — of all layouts together: the oldest is dropped first
     def within(self, low: int, high: int) -> "Layout":
         """The same with none but the keys low … high − 1 visible."""
         if low <= 0 and high >= self.m:
@@ -446,10 +447,6 @@ class Layout:
             ]
             self._pieces[heads] = sorted(pieces, key=lambda p: p.heads.start if p.group.by_head else -1)
         return self._pieces[heads]
-
-    @cached_property
-    def _pieces(self) -> dict[int, list[Piece]]:
-        return {}
 
     def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0) -> float:
         """An estimate. saved: how many weights of concatenated keys the backward pass does not compute again."""

@@ -31,21 +31,18 @@ MAX_CONCATENATED_GROUPS = 64  # each is about twenty operations
 def layout(
     pattern: Pattern, n: int, m: int, start: int, step: int, narrow: int = NARROW, wide: int = WIDE
 ) -> Layout:
-    """The fastest of the merged layouts of a pattern without data."""
-    layouts = list(merged_layouts(pattern, n, m, start, step, wide, wide))
+    """The fastest of the merged layouts of a pattern without data. Without a plan, every pair, masked: a call may be
+    chosen before its sizes or offsets are known."""
+    try:
+        layouts = list(merged_layouts(pattern, n, m, start, step, wide, wide))
+    except NoPlan:
+        firsts = range(0, n, MASKED_ROWS) if m else ()
+        of_keys = 0, 0, 1, m, pattern, start, step
+        tiles = (TileGroup(1, r, 0, 1, min(MASKED_ROWS, n - r), *of_keys) for r in firsts)
+        return Layout(n, m, start, step, tuple(tiles))
     with suppress(NoPlan):  # there are more narrow tiles, perhaps too many
         layouts = [*merged_layouts(pattern, n, m, start, step, narrow, wide), *layouts]
     return min((one for _, one in layouts), key=lambda one: one.nanoseconds())
-
-
-@lru_cache(maxsize=64)
-def layout_or_mask(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
-    """The same where a call was chosen before its sizes or offsets were known: without a plan, every pair, masked."""
-    with suppress(NoPlan):
-        return layout(pattern, n, m, start, step)
-    firsts = range(0, n, MASKED_ROWS) if m else ()
-    tiles = (TileGroup(1, r, 0, 1, min(MASKED_ROWS, n - r), 0, 0, 1, m, pattern, start, step) for r in firsts)
-    return Layout(n, m, start, step, tuple(tiles))
 
 
 @lru_cache(maxsize=8)  # read twice in one choice: by `layout` and by `concatenated_layouts`
@@ -79,7 +76,7 @@ def with_joined_rows(groups: list[TileGroup]) -> Iterator[TileGroup]:
     """Rows that have the same keys in full and follow one another, as one tile: the last tile may be shorter."""
     same_keys: dict[tuple[int, ...], list[TileGroup]] = defaultdict(list)
     for group in groups:
-        if group.masked_by is None and group.mergeable:
+        if group.mergeable:
             one = group.as_one()
             same_keys[one.key, one.key_step, one.keys, one.row_step].append(one)
         else:
@@ -117,12 +114,11 @@ def _groups(one: Pass, start: int, step: int) -> Iterator[TileGroup]:
         number = repeated[row, *shape]  # parts of one tile never share a group: it writes to each row once
         repeated[row, *shape] += 1
         by_shape[*shape, number].append((row, key))
-    for (row_step, rows, key_step, keys, full, _), corners in by_shape.items():
-        for row, key, row_shift, key_shift, tiles in _runs(sorted(corners)):
-            by, of_rows = None if full else one.pattern, (row, row_shift, row_step, rows)
-            group = TileGroup(tiles, *of_rows, key, key_shift, key_step, keys, by, start, step)
+    for (*sizes, full, _), corners in by_shape.items():
+        by = None if full else one.pattern
+        for group in _runs(sorted(corners), sizes, by, start, step):
             # Tiles with a mask are cut into groups whose tiles all have the mask of their first.
-            for low, high, cycle in [(0, tiles, 1)] if full or tiles == 1 else _cycles(group, one.pattern):
+            for low, high, cycle in _cycles(group):
                 for phase in range(low, low + cycle):
                     yield group.tile(phase, len(range(phase, high, cycle)), cycle)
 
@@ -149,26 +145,33 @@ def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
         yield from ((*tiles[t], *part[:4]) for part in joined)
 
 
-def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, int]]:
-    """(row, key, row shift, key shift, tiles): runs of first rows and keys that advance by constants."""
+def _runs(
+    corners: list[tuple[int, int]], sizes: list[int], by: Pattern | None, start: int, step: int
+) -> Iterator[TileGroup]:
+    """Runs of tiles of these sizes whose first rows and keys, the corners, advance by constants."""
+    row_step, rows, key_step, keys = sizes
     shifts = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(corners)]
     low = 0
     while low < len(corners):
-        high, shift = low + 1, (0, 0)
+        (row, key), high, shift = corners[low], low + 1, (0, 0)
         if low < len(shifts) and shifts[low][1] >= 0:  # a view has no negative stride
             shift = shifts[low]
             while high <= len(shifts) and shifts[high - 1] == shift:
                 high += 1
-        yield *corners[low], *shift, high - low
+        of_rows, of_keys = (row, shift[0], row_step, rows), (key, shift[1], key_step, keys)
+        yield TileGroup(high - low, *of_rows, *of_keys, by, start, step)
         low = high
 
 
 # Tiles whose masks are the same.
 
 
-def _cycles(group: TileGroup, pattern: Pattern) -> Iterator[tuple[int, int, int]]:
+def _cycles(group: TileGroup) -> Iterator[tuple[int, int, int]]:
     """(first, end, cycle): runs of tiles in which tile t has the mask of tile t + cycle."""
-    words = list(relations(pattern, by_keys=False).values())
+    if group.masked_by is None or group.tiles == 1:
+        yield 0, group.tiles, 1
+        return
+    words = list(relations(group.masked_by, by_keys=False).values())
     di, dj = group.step * group.row_shift, group.key_shift
     period = lcm(*(_period(word, di, dj) for word in words))  # 0: no two tiles have the same mask
     cut = _cuts(group, words) if period else range(group.tiles)
@@ -233,9 +236,12 @@ def _concatenated(merged: Layout, moving: Plan, rows: int) -> tuple[TileGroup, .
     if not tiles or not all(b[0] == a[0] + a[1] for a, b in pairwise([(0, 0), *tiles, (merged.n, 0)])):
         return None
     by = None if all(group.masked_by is None for group in bands) else moving.passes[0].pattern
-    groups: list[TileGroup] = []
-    for run in _band_runs(tiles, bands[0].key_step, by, merged):
-        for low, high, cycle in [(0, run.tiles, 1)] if by is None else _cycles(run, by):
+    groups, runs = list[TileGroup](), list[TileGroup]()
+    for (count, keys), same in groupby(tiles, key=lambda tile: tile[1::2]):  # neighbors of one size
+        sizes = [1, count, bands[0].key_step, keys]
+        runs += _runs([tile[::2] for tile in same], sizes, by, merged.start, merged.step)
+    for run in runs:
+        for low, high, cycle in _cycles(run):
             end = high - (high - low) % cycle  # then come fewer tiles than a cycle
             complete = replace(run.tile(low, end - low), cycle=cycle)
             for band in (complete, *map(run.tile, range(end, high))):
@@ -249,8 +255,7 @@ def _concatenated(merged: Layout, moving: Plan, rows: int) -> tuple[TileGroup, .
 
 def _is_shared(group: TileGroup, rows: int) -> bool:
     """Whether more rows than a tile has attend to the same keys, all of them."""
-    several = group.tiles * group.rows > rows
-    return group.masked_by is None and group.mergeable and group.row_step == 1 and several
+    return group.mergeable and group.row_step == 1 and group.tiles * group.rows > rows
 
 
 def _shared_by(band: TileGroup, shared: list[TileGroup]) -> tuple[TileGroup, ...] | None:
@@ -278,13 +283,3 @@ def _band_tiles(bands: list[TileGroup]) -> list[tuple[int, int, int, int]]:
                 return []
             keys_of[rows] = min(low, first), max(high, last)
     return [(*rows, low, (high - low) // step) for rows, (low, high) in sorted(keys_of.items())]
-
-
-def _band_runs(
-    tiles: list[tuple[int, int, int, int]], key_step: int, by: Pattern | None, merged: Layout
-) -> Iterator[TileGroup]:
-    """Tiles of one size that follow one another, whose keys advance by a constant."""
-    for (rows, keys), same in groupby(tiles, key=lambda tile: tile[1::2]):
-        for row, key, row_shift, key_shift, count in _runs([tile[::2] for tile in same]):
-            of_rows, of_keys = (row, row_shift, 1, rows), (key, key_shift, key_step, keys)
-            yield TileGroup(count, *of_rows, *of_keys, by, merged.start, merged.step)

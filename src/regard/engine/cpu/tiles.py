@@ -12,7 +12,7 @@ adds its share of the exact gradients. Weights of a softmax over all keys are sa
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import frexp, inf, prod
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ from ...pattern import At, Pattern, positions
 from ...position import ByDistance
 from .. import reference_backend
 from ..call import Call
-from . import kernels
-from .distance_bias import TileBias, along, along_backward, for_each_batch_row, padded
-from .gathered_layout import GatheredLayout, GatheredPiece, joined
+from . import distance_bias, kernels
+from .distance_bias import along, along_backward, for_each_batch_row, padded
+from .gathered_layout import GatheredLayout, GatheredPiece
 from .kernels import Buffers, with_buffers
 from .layout import Layout, Piece, TileGroup
 
@@ -106,7 +106,7 @@ class Executor:
             torch.mul(s, s, out=self.buffers("tanh²", *piece.scores))
             s.mul_(softcap)
         if e is not None:
-            s.add_(TileBias.of(piece.tiles, self.call.distances[0]).view(e[piece.heads], *piece.scores[1:]))
+            s.add_(distance_bias.in_tile(e[piece.heads], piece.tiles, self.call.distances[0]))
         return s if mask is None else s.add_(mask)
 
     def backward(
@@ -137,10 +137,11 @@ class Executor:
             ds.addcmul_(w, self._row(piece, rows["dlse"]))
         if de is not None:
             assert isinstance(piece, Piece)
-            TileBias.of(piece.tiles, self.call.distances[0]).add_gradient(de[piece.heads], ds)
+            distance_bias.add_gradient(de[piece.heads], ds, piece.tiles, self.call.distances[0])
         if self.call.softcap is not None:  # d tanh = 1 − tanh²
             ds.addcmul_(ds, buffers("tanh²", *piece.scores), value=-1.0)
-        self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer)
+        dq = piece.rows_of(rows["dq"])
+        piece.store(dq, kernels.mix(ds, k, piece.output(dq, "dq", buffers), outer))
         piece.add_to_keys(keys, "dk", ds, q, outer, buffers)
         piece.add_to_keys(keys, "dv", w if dropout is None else w.mul_(dropout), do, 1.0, buffers)
 
@@ -161,16 +162,6 @@ class Executor:
             s.masked_fill_(self._row(piece, rows["lse"]) == inf, 0.0)
         return s
 
-    def _add_dq(self, piece: AnyPiece, dq: Tensor, ds: Tensor, k: list[Tensor], alpha: float) -> None:
-        if piece.fresh:
-            piece.store(dq, kernels.mix(ds, k, piece.output(dq, "dq", self.buffers), alpha))
-            return
-        assert isinstance(piece, Piece)
-        if dq.is_contiguous() and not piece.group.by_products:
-            kernels.mix(ds, k, dq, alpha, add=True)
-        else:
-            dq.add_(piece.in_order(kernels.mix(ds, k, self.buffers("dq", *dq.shape), alpha)))
-
     # Groups that PyTorch's fused op runs, which holds no scores.
 
     def fused(self, group: TileGroup, rows: Named, keys: Named, e: Tensor | None) -> None:
@@ -180,8 +171,7 @@ class Executor:
         triangle = group.triangle and e is None
         mask = None if triangle or (own := group.mask(q.dtype)) is None else own[0]
         if e is not None:
-            q, low = q.flip(2), self.call.distances[0]
-            bias = TileBias.of(group, low).view(e, group.rows, group.keys)[:, None]
+            q, bias = q.flip(2), distance_bias.in_tile(e, group, self.call.distances[0])[:, None]
             bias = bias if mask is None else bias + mask
             mask = bias if bias.stride(-1) == 1 else bias.contiguous()
         part, part_lse = kernels.fused_forward(q, k, v, self.scale, mask, triangle, group.empty_rows)
@@ -300,7 +290,7 @@ class TileAttention:
         if self.lengths is not None or len(layouts) > 1:
             each = layouts * b if len(layouts) == 1 else layouts
             limits = [[one.m] for one in each] if self.lengths is None else self.lengths.view(b, -1).tolist()
-            within = [_within(one, *([0, *limit])[-2:]) for one, limit in zip(each, limits)]
+            within = [one.within(*([0, *limit])[-2:]) for one, limit in zip(each, limits)]
             batch = [(slice(r, r + 1), left) for r, left in enumerate(within)]
         group = rows["q"].shape[1] // keys["k"].shape[1]
         for batch_rows, left in batch:
@@ -352,20 +342,17 @@ class TileAttention:
                 run.backward(piece, of_rows, of_keys, next(weights, None), (e, de if of_bias else None))
         dq = rows["dq"] if outside == 1.0 else rows["dq"].mul_(outside)
         de = rows["de"].sum(0) if of_bias and "de" in rows else None
-        dk, dv = (
-            joined(keys["d" + x]).view(keys[x].shape) if gathered else keys["d" + x] for x in ("k", "v")
-        )
-        return dq, dk, dv, de
+        for x in ("k", "v") if gathered else ():
+            parts = keys["d" + x]  # of some heads each
+            keys["d" + x] = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(keys[x].shape)
+        return dq, keys["dk"], keys["dv"], de
 
     def _merged_rows(self, do: Tensor, saved: "Saved") -> Named:
         """What pieces that are merged read of each row: lse, δ, and the gradient of lse."""
         assert saved.o is not None and saved.lse is not None
         # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
         rows = {"lse": saved.lse.masked_fill(saved.lse == -inf, inf), "o": saved.o.contiguous()}
-        layouts = [one for one in self.layouts if isinstance(one, Layout)]
-        steps = (step for one in layouts for step in (one.unfused if self.by_products else one).steps)
-        if saved.e is not None or not all(alone for _, _, alone in steps):
-            rows["delta"] = _dots(do, rows["o"])
+        rows["delta"] = _dots(do, rows["o"])
         return rows if saved.grad_lse is None else rows | {"dlse": saved.grad_lse}
 
 
@@ -373,11 +360,6 @@ def with_flat_heads(x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h m d"]:
     """x, copied unless each head is contiguous and they are evenly spaced: a part of a longer cache is not copied."""
     (b, h, _, d), strides = x.shape, x.stride()
     return x if strides[2:] == (d, 1) and (b == 1 or strides[0] == h * strides[1]) else x.contiguous()
-
-
-@lru_cache(maxsize=256)
-def _within(layout: Layout, low: int, high: int) -> Layout:
-    return layout.within(low, high)
 
 
 class Saved(NamedTuple):
