@@ -149,7 +149,12 @@ def _of_module(request: Request, inputs: tuple[Any, ...], length_note: tuple[str
         if module is not model:  # a function of tensors
             module.forward, module.__name__ = model, name_of(model)
         setting = Setting(module, given, None, request.dtype, training, request.device)
-    _check_inputs(model, setting)
+    needed = required(model.forward if isinstance(model, nn.Module) else model)
+    if missing := [name for name in needed[len(setting.given[0]) :] if name not in setting.given[1]]:
+        raise ShapeError(
+            f"{name_of(model)} is missing {', '.join(missing)}; "
+            f"pass example inputs: rg.cost(module, {', '.join(needed)})"
+        )
     main = run(setting)
     trace, name, memory = main.trace, name_of(model), lambda: Memory(setting, main=main)
     sizes = {f"input {k}": "×".join(map(str, x.shape)) for k, x in enumerate(tensors_in(setting.given))}
@@ -187,13 +192,3 @@ def _folded(parts: list[Part]) -> list[Part]:
         name = f"{first.name}–{others[-1].name}" if others else first.name
         folded.append(replace(first, name=name, times=1 + len(others)))
     return folded
-
-
-def _check_inputs(model: Any, setting: Setting) -> None:
-    call, (args, kwargs) = model.forward if isinstance(model, nn.Module) else model, setting.given
-    missing = [name for name in required(call)[len(args) :] if name not in kwargs]
-    if missing:
-        raise ShapeError(
-            f"{name_of(model)} is missing {', '.join(missing)}; "
-            f"pass example inputs: rg.cost(module, {', '.join(required(call))})"
-        )

@@ -328,10 +328,9 @@ def example(model: Any, n: int, batch: int, device: str = "", m: int | None = No
     length = subject.tokens or n
     setting = subject.setting(Size(length, m or length, batch), TrainingStep())
 
-    def real(x: Tensor | None) -> Tensor | None:
-        if x is None or not x.is_floating_point():
-            return None if x is None else x.to(device)
-        return torch.randn(x.shape, dtype=x.dtype, device=device)
+    def real(x: Any) -> Any:
+        is_float = x is not None and x.is_floating_point()
+        return torch.randn_like(x, device=device) if is_float else x if x is None else x.to(device)
 
     (args, named), targets = map_leaves(real, (setting.given, setting.targets))
     return named or args, targets

@@ -15,8 +15,7 @@ from ..machine import Roofline, time_call
 from .memory.step import training_of
 from .result import Cost
 from .sizes import Request
-from .subject import call as call_model
-from .subject import example, stepping
+from .subject import call, example, stepping
 from .trace.tracer import Work
 
 # Fitted to 44 training steps on an H200 by bench/cost_fit.py (kernels and host were measured apart). A kernel takes
@@ -126,4 +125,4 @@ def measure_time(request: Request) -> float:
         return time_call(stepping(module, inputs, targets, training), device, graph=False)
     module.eval()
     with torch.no_grad():
-        return time_call(lambda: call_model(module, inputs), device)
+        return time_call(lambda: call(module, inputs), device)

@@ -105,6 +105,5 @@ class Part:
     def plain(self) -> dict[str, Any]:
         times = self.times if isinstance(self.times, int) else str(self.times)
         plain: dict[str, Any] = {"name": self.name, "times": times, **self.total.plain()}
-        if self.note:
-            plain["note"] = self.note
+        plain |= {"note": self.note} if self.note else {}
         return plain | ({"parts": [p.plain() for p in self.parts]} if self.parts else {})

@@ -5,16 +5,16 @@ Elementwise FLOPs, with a square root, an exponential or an error function count
     layer norm  per vector of d    7d + 2   mean d, center d, variance 2d, eps and root 2, divide d, gain d, shift d
     RMS norm    per vector of d    4d + 2
     batch norm                     7 per value, and 2 per feature
-    relu 1, silu 4, gelu 5, gelu with tanh 9, tanh 1, sigmoid 3, softplus 3, mish and hardswish 5, elu 3, selu 4,
-    leaky relu and relu6 2; a gate adds 1
+    activations                    ACTIVATIONS per value, in which a gate adds 1
 """
 
 from ..sizes import Scope
 from ..tree import Amount, Amounts, Part
 
-ACTIVATIONS = {"relu": 1, "gelu": 5, "gelu_tanh": 9, "silu": 4, "swiglu": 5, "geglu": 6, "tanh": 1}
-ACTIVATIONS |= {"sigmoid": 3, "leaky_relu": 2, "relu6": 2, "elu": 3, "selu": 4, "mish": 5, "softplus": 3}
-ACTIVATIONS |= {"hardswish": 5}
+ACTIVATIONS = {
+    "relu": 1, "gelu": 5, "gelu_tanh": 9, "silu": 4, "swiglu": 5, "geglu": 6, "tanh": 1, "sigmoid": 3,
+    "leaky_relu": 2, "relu6": 2, "elu": 3, "selu": 4, "mish": 5, "softplus": 3, "hardswish": 5,
+}  # fmt: skip
 TOKEN_ID_BYTES = 8
 
 

@@ -83,8 +83,7 @@ class Peak(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         plain = self._asdict() | {"alive": [a._asdict() for a in self.alive], "by_kind": self.by_kind()}
-        del plain["timeline"]
-        return plain
+        return {name: value for name, value in plain.items() if name != "timeline"}
 
 
 def peak_of(run: Run, usage: Usage) -> Peak:

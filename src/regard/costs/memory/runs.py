@@ -87,9 +87,8 @@ class Run:
         """Buffers of cuBLAS, and of cuBLASLt once a product adds a bias, of each thread that multiplies matrices."""
         if self.trace.device != "cuda":
             return []
-        threads = {
-            (r.phase == "backward", r.operation) for r in self.trace.meter.records
-        }  # backward has its own
+        # The backward pass has a thread of its own.
+        threads = {(r.phase == "backward", r.operation) for r in self.trace.meter.records}
         products, biased = ({t for t, name in threads if name in names} for names in (CUBLAS, ("addmm",)))
         return [WORKSPACE] * len(products) + [BIAS_WORKSPACE] * len(biased)
 
@@ -169,7 +168,15 @@ def _run(setting: Setting) -> Run:
     trace, training = Trace(setting.device, setting.gpu), setting.training
     meter = trace.meter
     twin = twin_of(setting.module, trace, setting.dtype)
-    (args, kwargs), targets = inputs_of(trace, (setting.given, setting.targets), setting.dtype)
+
+    def given(x: Any) -> Any:
+        """A tensor as a meta tensor in the requested dtype; the values of a real one are known."""
+        if isinstance(x, Tensor):
+            x = trace.to_meta(x.to(setting.dtype) if x.dtype == torch.float32 else x)
+            meter.track(x, "", "input")
+        return x
+
+    (args, kwargs), targets = map_leaves(given, (setting.given, setting.targets))
     if setting.evaluate:
         twin.eval()
     if training is not None:
@@ -212,18 +219,6 @@ def twin_of(module: nn.Module, trace: Trace, dtype: torch.dtype) -> nn.Module:
         return copy.deepcopy(module, dict(twins))
     except Exception as e:
         raise SpecError(f"{type(module).__name__} cannot be copied, which tracing it needs: {e}") from e
-
-
-def inputs_of(trace: Trace, given: Any, dtype: torch.dtype) -> Any:
-    """Inputs as meta tensors in the requested dtype; the values of real ones are known."""
-
-    def one(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            x = trace.to_meta(x.to(dtype) if x.dtype == torch.float32 else x)
-            trace.meter.track(x, "", "input")
-        return x
-
-    return map_leaves(one, given)
 
 
 def _train(result: Run, args: tuple, kwargs: dict, targets: Tensor | None, training: TrainingStep) -> None:

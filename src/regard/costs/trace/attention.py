@@ -99,13 +99,12 @@ def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
     """The kernel that runs: cpu, cudnn, flash, efficient or math, as PyTorch chooses, or that of FlexAttention."""
     if call.backend == "flex":
         return "flex"
-    if call.q.dim() != 4 or not call.q.numel() or not call.k.numel() or call.broadcast:
+    empty = not call.q.numel() or not call.k.numel()
+    if device not in ("cpu", "cuda") or call.q.dim() != 4 or empty or call.broadcast:
         return "math"
     if device == "cpu":
         refused = call.mask is not None and (call.mask.requires_grad or call.mask.dim() not in (2, 4))
         return "math" if call.dropout_p or refused or call.widths[0] != call.widths[1] else "cpu"
-    if device != "cuda":
-        return "math"
     half, (d_k, d_v), grouped = call.q.dtype in HALF, call.widths, call.q.shape[-3] != call.k.shape[-3]
     square = call.q.shape[-2] == call.k.shape[-2]
     trained = call.mask is not None and call.mask.requires_grad
@@ -113,12 +112,9 @@ def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
         return "cudnn"
     if half and call.mask is None and d_k == d_v <= 256 and not (call.is_causal and not square):
         return "flash"
-    whole = 8 if half else 4
-    if call.mask is not None and call.mask.stride(-1) != 1:
-        return "math"
-    if call.q.dtype in (*HALF, torch.float32) and not grouped and d_k % whole == d_v % whole == 0:
-        return "efficient"
-    return "math"
+    whole, dense = 8 if half else 4, call.mask is None or call.mask.stride(-1) == 1
+    known = call.q.dtype in (*HALF, torch.float32) and not grouped and d_k % whole == d_v % whole == 0
+    return "efficient" if dense and known else "math"
 
 
 def _up(size: int, to: int) -> int:
@@ -183,7 +179,7 @@ class FusedKernel(torch.autograd.Function):
         grads, of_mask = [torch.empty_like(x) for x in (q, k, v)], None
         ctx.trace.workspace(backward_workspace(ctx.kernel, q, k, v), f"{FUSED} ({ctx.kernel})")
         products = 2 * 2.5 * q.shape[:3].numel() * k.shape[2] * (q.shape[-1] + v.shape[-1])
-        ctx.trace.note_work(products, 4 * (q.nbytes + k.nbytes + v.nbytes), str(q.dtype), "attention")
+        ctx.trace.note_work("attention", products, 4 * (q.nbytes + k.nbytes + v.nbytes), str(q.dtype))
         if ctx.needs_input_grad[3]:
             *rows, m = mask.shape
             of_mask = mask.new_empty(*rows, _up(m, 8))[..., :m]
@@ -211,7 +207,7 @@ def count_attention(trace: Any, call: Call) -> Float[Tensor, "*h n d_v"]:
         trace.by_card = True  # otherwise the two differ in their workspace only
     kernel, amounts = kernel_of(call, trace.device, trace.gpu), call.forward()
     if kernel != "math":
-        trace.note_work(amounts.executed_flops, amounts.bytes, str(call.q.dtype), "attention")
+        trace.note_work("attention", amounts.executed_flops, amounts.bytes, str(call.q.dtype))
     return counted(trace, FUSED, call, lambda: (_run(trace, call, kernel), None))[0]
 
 
@@ -239,7 +235,7 @@ def _run(trace: Any, call: Call, kernel: str) -> Tensor:
     q, k, v, mask = call[:4]
     if kernel == "math":
         with compat.below_autocast():
-            return _math(call, trace.device)
+            return _math(call)
     mask = _added(mask, q)
     if mask is not None and kernel == "efficient":
         if mask.shape[-1] % 16:
@@ -258,8 +254,8 @@ def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
 
 
-def _math(call: Call, device: str) -> Tensor:
-    """PyTorch's formula as it allocates; on a GPU dropout is one kernel, with a mask of one byte per pair."""
+def _math(call: Call) -> Tensor:
+    """PyTorch's formula as it allocates."""
     q, k, v, mask = call[:4]
     dtype, factor = q.dtype, q.shape[-1] ** -0.25
     if dtype in HALF:
@@ -276,8 +272,7 @@ def _math(call: Call, device: str) -> Tensor:
         attn = attn.add_(mask)
     attn = SAFE_SOFTMAX(attn, -1)
     if call.dropout_p:
-        gpu = device == "cuda"
-        attn = torch.native_dropout(attn, call.dropout_p, True)[0] if gpu else F.dropout(attn, call.dropout_p)
+        attn = F.dropout(attn, call.dropout_p)  # on a GPU one kernel: device.dropout
     returned = attn.to(dtype), (attn @ v).to(dtype)  # PyTorch returns the weights too, and drops them
     del first
     return returned[1]

@@ -23,29 +23,18 @@ CHECKED = "checks of values are taken to pass"
 
 def _by_value(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """The result on known values; the arguments must be known."""
-    for x in args:
-        if isinstance(x, Tensor):
-            trace.known(x)
-    outs = [_as_meta(trace, x) for x in trace.computed(func, args, kwargs)]
+    outs = [trace.copied(x) for x in trace.computed(func, args, kwargs)]
     return outs[0] if len(outs) == 1 else tuple(outs)
-
-
-def _as_meta(trace: Any, value: Tensor) -> Tensor:
-    twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    trace.values[twin] = value
-    return twin
 
 
 def _index(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """x[mask] with a bool mask becomes x[positions]."""
     x, positions = args[0], list[Tensor | None]()
-    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+    masks = [isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]]
+    if not any(masks):
         return NotImplemented
-    for i in args[1]:
-        if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8):
-            positions += [_as_meta(trace, p) for p in trace.known(i).nonzero(as_tuple=True)]
-        else:
-            positions.append(i)
+    for i, is_mask in zip(args[1], masks):
+        positions += map(trace.copied, trace.known(i).nonzero(as_tuple=True)) if is_mask else [i]
     out = func(x, positions, *args[2:], **kwargs)
     if trace.all_known(x, *(p for p in positions if p is not None)):
         trace.values[out] = trace.computed(func, (x, positions), {})[0]
@@ -55,7 +44,7 @@ def _index(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 def _histc(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """A GPU also counts integers; the CPU counts them as float32."""
     counts = trace.computed(func, (trace.known(args[0]).float(), *args[1:]), kwargs)[0]
-    return _as_meta(trace, counts.to(args[0].dtype))
+    return trace.copied(counts.to(args[0].dtype))
 
 
 def _equal(trace: Any, func: Any, args: tuple, kwargs: dict) -> bool:

@@ -61,7 +61,7 @@ class OnDevice(TorchFunctionMode):
             **{f: lambda x, *a, f=f, **k: f(self._read(x), *a, **k) for f in READERS},
             **dict.fromkeys((torch.isfinite, Tensor.isfinite), self._is_finite),
             torch.tensor: self._tensor,
-            torch.as_tensor: self._as_tensor,
+            torch.as_tensor: lambda x, **k: (self._to if isinstance(x, Tensor) else self._tensor)(x, **k),
             **{f: lambda *a, f=f, device=None, **k: f(*a, **k, device=self._where(device)) for f in MAKERS},
             **{function: partial(self._with_note, function) for function in UNKNOWN_WORKSPACE},
             F.mish: F.silu,  # as many tensors; its gradient is one kernel on meta tensors too
@@ -118,10 +118,6 @@ class OnDevice(TorchFunctionMode):
         if isinstance(index, tuple):
             return tuple(map(self._index, index))
         return self._tensor(index) if isinstance(index, list) else index
-
-    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-        made = self._to if isinstance(data, Tensor) else self._tensor
-        return made(data, dtype=dtype, device=device)
 
     def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x.to(device, dtype, …) with the device as it is here."""

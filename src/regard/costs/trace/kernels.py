@@ -67,7 +67,7 @@ def sum_needs(rows: int, columns: int, gpu: Gpu) -> int:
 
 def _power(size: int, most: int) -> int:
     """The largest power of two that is at most `size` and `most`."""
-    return most if size >= most else 1 << (size.bit_length() - 1)
+    return 1 << (min(size, most).bit_length() - 1)
 
 
 def sort_needs(rows: int, vocab: int, d: int, gpu: Gpu) -> int:
@@ -146,12 +146,6 @@ def _batch_norm_backward(args: tuple, outs: list[Tensor]) -> int:
     return x.nbytes if dense and grad.stride() == x.stride() else 4 * x.shape[1]
 
 
-CAST = "add sub mul div pow maximum minimum eq ne lt le gt ge sum cumsum prod"
-SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
-LOSSES = ("mse_loss", "smooth_l1_loss")  # the loss of every entry, before their mean or sum
-POOLS = "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d"
-POOLED = f"{POOLS} {POOLS.replace(' ', '_backward ')}_backward adaptive_max_pool2d max_pool3d_with_indices"
-PADDED = "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"
 CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
     # The kernel stores the product of the gradient and the output.
@@ -160,43 +154,32 @@ CUDA: dict[str, Needs] = {
     "embedding_dense_backward": lambda args, outs: Need(sort_needs, (args[1].numel(), *outs[0].shape)),
     "sparse_attention_backward": _sparse_backward,
 }
-CPU: dict[str, Needs] = {
-    **dict.fromkeys(LOSSES, lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes),
+NAMES: dict[str, Needs] = {  # on the CPU; names with the same needs are separated by spaces
+    # The loss of every entry, before their mean or sum.
+    "mse_loss smooth_l1_loss": lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes,
     "binary_cross_entropy_with_logits": lambda args, outs: 2 * args[0].nbytes - outs[0].nbytes,
     "huber_loss": lambda args, outs: args[0].nbytes - outs[0].nbytes,
     "_safe_softmax": _safe_softmax,
     "logsumexp": lambda args, outs: args[0].nbytes + outs[0].nbytes,  # exp(x − maximum), and the maxima
     # Sorted in a copy, unless the values of each median are next to each other.
-    **dict.fromkeys(("median", "nanmedian"), lambda a, _: (1 not in map(a[0].stride, a[1:2])) * a[0].nbytes),
+    "median nanmedian": lambda args, outs: (1 not in map(args[0].stride, args[1:2])) * args[0].nbytes,
     "kthvalue": lambda args, outs: args[0].nbytes + 8 * args[0].numel(),  # copies of values and positions
-    **dict.fromkeys(CAST.split(), _cast),
-    **dict.fromkeys(f"{POOLED} {PADDED}".split(), _one_layout),
-    **(
-        dict.fromkeys(("_fft_r2c", "_fft_c2c", "_fft_c2r"), _fft) if torch.backends.mkl.is_available() else {}
-    ),
-    **dict.fromkeys((*SOFTMAX, "native_layer_norm", "native_layer_norm_backward"), _copies),
-    **dict.fromkeys(("abs", "angle"), lambda args, outs: args[0].is_complex() * args[0].nbytes),
+    "add sub mul div pow maximum minimum eq ne lt le gt ge sum cumsum prod": _cast,
+    "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d": _one_layout,
+    "max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward": _one_layout,
+    "max_pool3d_with_indices reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d": _one_layout,
+    "_fft_r2c _fft_c2c _fft_c2r" if torch.backends.mkl.is_available() else "": _fft,
+    "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data": _copies,
+    "native_layer_norm native_layer_norm_backward": _copies,
+    "abs angle": lambda args, outs: args[0].is_complex() * args[0].nbytes,
     # Both sides with two more columns: the squares, and ones.
     "_euclidean_dist": lambda args, outs: sum(x.nbytes // x.shape[-1] * (x.shape[-1] + 2) for x in args),
     "native_batch_norm": lambda args, outs: 8 * args[0].shape[1] if args[0].is_contiguous() else 0,
     "native_batch_norm_backward": _batch_norm_backward,
     "native_group_norm_backward": lambda args, outs: 8 * args[5] * args[6],  # two numbers per row and channel
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _low_product),
+    "mm addmm bmm baddbmm": _low_product,
 }
-
-
-PRODUCTS: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(("dot", "vdot", "mv"), lambda a, *_, **__: 2 * a.numel()),
-    "addmv": lambda c, a, *_, **__: 2 * a.numel(),
-    "addbmm": lambda c, a, b, *_, **__: 2 * a.numel() * b.shape[-1],
-    "addr": lambda c, a, b, *_, **__: 2 * a.numel() * b.numel(),
-    # Groups of rows have a matrix each (experts): every row is multiplied once.
-    **dict.fromkeys(("_int_mm", "_grouped_mm"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]),
-    # ‖a − b‖ of every pair: a difference and a square per entry, counted like one product.
-    **dict.fromkeys(
-        ("_cdist_forward", "_euclidean_dist"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2]
-    ),
-}
+CPU = {name: needs for names, needs in NAMES.items() for name in names.split()}
 
 
 def _sparse_flops(q: Tensor, k: Tensor, v: Tensor, rest: Any, pattern: str, offset: Any, factors: Any) -> int:
@@ -213,24 +196,30 @@ def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, *opti
     return 2 * b * heads * (n * (n + 1) // 2 if is_causal else n * m) * (d_k + d_v)
 
 
-# The backward pass: two products for each of the forward pass; scores that are computed again are not counted.
-OWN: dict[str, Callable[..., int]] = {
-    "sparse_attention": _sparse_flops,
-    "sparse_attention_backward": lambda _, s, *o: 2 * _sparse_flops(s[0], s[1], s[2], s[5:], *o[:3]),
-    "fused_qkv": _fused_qkv,
-    "fused_qkv_backward": lambda grad, *args: 2 * _fused_qkv(*args),
+FORMULAS: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("aten.dot", "aten.vdot", "aten.mv"), lambda a, *_, **__: 2 * a.numel()),
+    "aten.addmv": lambda c, a, *_, **__: 2 * a.numel(),
+    "aten.addbmm": lambda c, a, b, *_, **__: 2 * a.numel() * b.shape[-1],
+    "aten.addr": lambda c, a, b, *_, **__: 2 * a.numel() * b.numel(),
+    # Groups of rows have a matrix each (experts): every row is multiplied once.
+    **dict.fromkeys(("aten._int_mm", "aten._grouped_mm"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]),
+    # ‖a − b‖ of every pair: a difference and a square per entry, counted like one product.
+    "aten._cdist_forward": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
+    "aten._euclidean_dist": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
+    "regard.sparse_attention": _sparse_flops,
+    # The backward pass: two products for each of the forward pass; scores that are computed again are not counted.
+    "regard.sparse_attention_backward": lambda _, s, *o: 2 * _sparse_flops(s[0], s[1], s[2], s[5:], *o[:3]),
+    "regard.fused_qkv": _fused_qkv,
+    "regard.fused_qkv_backward": lambda grad, *args: 2 * _fused_qkv(*args),
 }
 
 
 def product_flops(op: Any, args: tuple, kwargs: dict, out: Any) -> int | None:
     """FLOPs of the matrix products in this call; None if it has none."""
-    packet = op.overloadpacket
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    name = op.__name__.split(".")[0].removesuffix("_")
-    if op.namespace == "regard":
-        return OWN[name](*args, **kwargs) if name in OWN else None
-    return PRODUCTS[name](*args, **kwargs) if name in PRODUCTS and op.namespace == "aten" else None
+    if op.overloadpacket in flop_registry:
+        return int(flop_registry[op.overloadpacket](*args, **kwargs, out_val=out))
+    formula = FORMULAS.get(f"{op.namespace}.{op.__name__.split('.')[0].removesuffix('_')}")
+    return None if formula is None else formula(*args, **kwargs)
 
 
 # Names of operations without a formula that contain matrix products, or may contain some.
@@ -241,7 +230,6 @@ UNKNOWN = re.compile(
 
 def has_no_product(op: Any) -> bool:
     """Whether an operation is known to contain no matrix product."""
-    if torch.Tag.pointwise in op.tags or op.is_view:
-        return True
     builtin = op.namespace in ("aten", "prim", "prims", "profiler")
-    return builtin and UNKNOWN.search(op.__name__.split(".")[0]) is None
+    named = UNKNOWN.search(op.__name__.split(".")[0])
+    return torch.Tag.pointwise in op.tags or (builtin and named is None)

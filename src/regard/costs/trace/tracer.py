@@ -28,7 +28,7 @@ from ... import compat
 from ...compat import DispatchMode, aten_operator, without_dispatch_modes, without_function_modes
 from ...errors import ShapeError
 from ...nested import map_leaves, tensors_in
-from ..tree import Amounts, Pairs
+from ..tree import Amount, Amounts, Pairs
 from . import autocast, data_dependent, kernels
 from .attention import H200, Gpu, Need, flex, sdpa
 from .device import OnDevice, dropout, rms_norm, simulated_facts
@@ -93,8 +93,7 @@ class Trace(DispatchMode):
     def path(self) -> str:
         """The path of the module that is being called; in a backward pass, of the module that made its node."""
         if self.in_backward and (node := compat.running_node()) is not None:
-            at = bisect_right(self._calls, (node, "\uffff")) - 1
-            return self._calls[max(at, 0)][1]
+            return self._calls[bisect_right(self._calls, (node, "\uffff")) - 1][1]
         return self.paths[-1] if self.paths else ""
 
     @property
@@ -123,7 +122,7 @@ class Trace(DispatchMode):
 
     def _count(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
         if op.is_view:
-            self.note_work(0, 0, "", "view")
+            self.note_work("view", 0, 0)
             return
         name, tensors = op.__name__.split(".")[0], tensors_in((args, out))
         flops, moved = product_flops(op, args, kwargs, out), sum(x.nbytes for x in tensors)
@@ -133,7 +132,7 @@ class Trace(DispatchMode):
             fused = "attention" if "attention" in name else "operation"
             kind = "own" if op.namespace == "regard" else fused
             lists = sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in name else 0
-            self.note_work(flops or 0, moved, str(dtype), kind, lists)
+            self.note_work(kind, flops or 0, moved, str(dtype), lists)
         if not self.counts or self.meter.phase not in ("forward", "backward"):
             return
         if flops is None:
@@ -147,9 +146,7 @@ class Trace(DispatchMode):
             counted = Amounts(backward_flops=flops, executed_backward_flops=flops)
             self.add(name, counted, self.path or "backward")
 
-    def note_work(
-        self, flops: int | float, moved: int | float, dtype: str, kind: str = "operation", tensors: int = 0
-    ) -> None:
+    def note_work(self, kind: str, flops: Amount, moved: Amount, dtype: str = "", tensors: int = 0) -> None:
         """A kernel or a view of the phase that runs."""
         dtype, again = dtype.removeprefix("torch."), self.in_backward and bool(self.paths)
         self.work.append(Work(self.meter.phase, merged(self.path), kind, flops, moved, dtype, tensors, again))
@@ -276,15 +273,16 @@ class Trace(DispatchMode):
         size, formula = (need.bytes(self.gpu), need) if isinstance(need, Need) else (need, None)
         self.meter.workspace(size, self.path, operation, formula)
 
-    def _compute_values(
-        self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], outs: list[Tensor]
-    ) -> None:
+    def _compute_values(self, func: Any, args: tuple, kwargs: dict, tensors: list, outs: list) -> None:
         """The same call on real values, if all inputs are known and nothing is random."""
         out, name = outs[0], func.__name__
         if sum(x.numel() for x in outs) > MAX_VALUE_ENTRIES:
             return
-        if func.overloadpacket in CONSTANTS:
-            self._set_constant(func, args, kwargs, out)
+        if func.overloadpacket in CONSTANTS:  # they depend on no value of the tensor that they are like
+            if not self.in_backward and out.numel() <= MAX_CONSTANT_ENTRIES:
+                with without_dispatch_modes():
+                    like = torch.empty((), dtype=args[0].dtype).expand(args[0].shape)
+                self.values[out] = self._alone(func, (like, *map(self._real, args[1:])), kwargs)
         elif not self.all_known(*tensors):
             if tensors and out is tensors[0]:  # written in place with unknown values
                 self.values.pop(out, None)
@@ -297,14 +295,6 @@ class Trace(DispatchMode):
         elif not name.startswith(("cos.", "sin.")) and not ("empty" in name and out.is_floating_point()):
             for x, value in zip(outs, self.computed(func, args, kwargs)):  # no mask is made of angles
                 self.values[x] = value
-
-    def _set_constant(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
-        """The value of new_ones, zeros_like, …, which depends on no value of the tensor that they are like."""
-        if self.in_backward or out.numel() > MAX_CONSTANT_ENTRIES:
-            return
-        with without_dispatch_modes():
-            like = torch.empty((), dtype=args[0].dtype).expand(args[0].shape)
-        self.values[out] = self._alone(func, (like, *map(self._real, args[1:])), kwargs)
 
     def computed(self, func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
         """The results of a call on known values."""
@@ -321,7 +311,7 @@ class Trace(DispatchMode):
         return all(x in self.values or not x.is_meta for x in tensors)
 
     def _real(self, x: Any) -> Any:
-        return self.values[x] if isinstance(x, Tensor) and x.is_meta else x
+        return self.known(x) if isinstance(x, Tensor) and x.is_meta else x
 
     def _propagate_mask(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         """A mask with −∞ to which something learned is added still excludes the same pairs, and so do its views."""
@@ -362,11 +352,15 @@ def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
         torch.empty(0)  # the first dispatch imports torch._dynamo, and keeps its tensors meanwhile
     fused = partial(sdpa, trace)
     trace.names = {id(inner): path for path, inner in module.named_modules()}
+    # Modules that have imported flex_attention by name.
+    real = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "flex_attention", sys)
+    names, modules = ("flex_attention", "compiled_flex_attention"), list(sys.modules.values())
+    importers = [(m, x) for m in modules for x in names if getattr(m, "__dict__", {}).get(x) is real]
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
     replaced: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", fused),
         (checkpoint, "get_device_states", lambda *_: ([], [])),
-        *((module, name, partial(flex, trace)) for module, name in _importers_of_flex()),
+        *((module, name, partial(flex, trace)) for module, name in importers),
     ]
     if trace.device == "cuda":
         replaced += [(F, "dropout", dropout), (F, "rms_norm", rms_norm)]
@@ -392,10 +386,3 @@ def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
         stack.enter_context(register_module_forward_pre_hook(trace.enter))
         stack.enter_context(register_module_forward_hook(trace.leave, always_call=True))
         yield
-
-
-def _importers_of_flex() -> list[tuple[Any, str]]:
-    """Every module that has imported flex_attention by name."""
-    real = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "flex_attention", sys)
-    names, modules = ("flex_attention", "compiled_flex_attention"), list(sys.modules.values())
-    return [(m, x) for m in modules for x in names if getattr(m, "__dict__", {}).get(x) is real]
