@@ -154,7 +154,7 @@ def _indices(f: Factor) -> slice:
 
 
 def read_product(
-    softmax: Weights, axes: list[Parts], left: bool, value_keys: Parts, heads: int | None
+    softmax: Weights, axes: Sequence[Parts], left: bool, value_keys: Parts, heads: int | None
 ) -> Product | str:
     """The product of a softmax with values; a sentence if it is no attention over positions.
 
