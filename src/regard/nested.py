@@ -12,12 +12,14 @@ PLAIN = {int, float, bool, str, type(None)}
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
     if isinstance(tree, Mapping):
         tree = tree.values()
     elif is_dataclass(tree) and not isinstance(tree, type):
         tree = [getattr(tree, field.name, None) for field in fields(tree)]
     elif not isinstance(tree, tuple | list):
-        return [tree] if isinstance(tree, Tensor) else []
+        return []
     found: list[Tensor] = []
     for x in tree:
         if type(x) is Tensor:

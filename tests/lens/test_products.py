@@ -233,6 +233,29 @@ def test_attention_as_others_write_it_is_shown_as_they_compute_it(kind, batch):
     torch.testing.assert_close(weights(view), model.truth)
 
 
+class HeadByHead(Model):  # a loop over heads, as lectures write it
+    num_heads = 3
+
+    def forward(self, x):
+        q, k, v = (w(x).split(4, -1) for w in (self.q, self.k, self.v))
+        self.truth, outputs = [], []
+        for i in range(3):
+            w = (q[i] @ k[i].mT).softmax(-1)
+            self.truth.append(w[:, None])
+            outputs.append(w @ v[i])
+        return torch.cat(outputs, -1)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 6])
+def test_the_batch_of_a_loop_over_heads_is_not_read_as_heads(batch):
+    """A batch of three was shown as the three heads that the module says it has."""
+    model = HeadByHead().eval()
+    view = look(model, torch.randn(batch, 7, 12, generator=torch.Generator().manual_seed(2)))
+    assert [call.shape for call in view.calls] == [(batch, 1, 7, 7)] * 3
+    for layer, truth in enumerate(model.truth):
+        torch.testing.assert_close(weights(view, layer), truth)
+
+
 class FeatureSoftmax(Model):  # efficient attention: softmax of q over features, of k over positions
     def forward(self, x):
         q, k, v = self.qkv(x, "bhnd")

@@ -7,6 +7,7 @@ data (batch rows and positions): heads are a part of the features.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import count, pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,7 @@ SAME_AXES = aten_operators(
 )  # fmt: skip
 RESHAPED_COPY = aten_operator("_unsafe_view")  # it shares the storage of a copy
 CONVOLUTIONS = aten_operators("convolution", "_convolution", "mkldnn_convolution")
+OWN_RULE: dict[Any, str] = {aten.embedding: "embedding", aten.cat: "cat", aten.stack: "stack"}
 _NUMBERS = count(1)
 
 
@@ -55,62 +57,81 @@ class Factor(NamedTuple):
         return self._replace(size=size, start=self.start + start * self.step, step=self.step * step)
 
 
-Parts = tuple[
-    Factor, ...
-]  # of one axis, outermost first; an axis of size 1 has none, or one index of a larger axis
+# The factors of one axis, outermost first; an axis of size 1 has none, or one index of a larger axis.
+Parts = tuple[Factor, ...]
+Geometry = tuple[
+    torch.Size, tuple[int, ...], int, int
+]  # sizes, strides, offset and bytes per element of a view
 
 
-class Stored(NamedTuple):
+class Reading(NamedTuple):
+    """The factors of each axis of a view; the index that it has of each axis that is not one of its own."""
+
+    axes: tuple[Parts, ...]
+    selected: Parts
+
+
+class Stored:
     """The factors of a storage by their strides in bytes, largest first.
 
     leaf: no operator computed it. indexed: the index that was selected of each other axis, as in x[:, 0] or x[:, :1].
+    learned: computed from weights alone.
     """
 
-    offset: int
-    factors: tuple[tuple[int, Factor], ...]
-    leaf: bool = False
-    indexed: Parts = ()
-    learned: bool = False  # computed from weights alone
+    __slots__ = ("_readings", "factors", "indexed", "leaf", "learned", "offset")
+
+    def __init__(
+        self,
+        offset: int,
+        factors: tuple[tuple[int, Factor], ...],
+        leaf: bool = False,
+        indexed: Parts = (),
+        learned: bool = False,
+    ):
+        self.offset, self.factors = offset, factors
+        self.leaf, self.indexed, self.learned = leaf, indexed, learned
+        self._readings: dict[Geometry, Reading | None] = {}  # most views are used by several operators
 
     @classmethod
     def of(
         cls, x: Tensor, axes: Sequence[Parts], leaf: bool = False, indexed: Parts = (), learned: bool = False
     ) -> "Stored":
-        unit = x.element_size()
-        found = [(unit // 2, Factor.whole(2))] if x.is_complex() else []  # for torch.view_as_real
-        for size, stride, parts in zip(x.shape, x.stride(), axes, strict=True):
+        geometry = sizes, strides, offset, unit = _geometry(x)
+        found: list[tuple[int, Factor]] = []
+        whole: list[Parts] = []
+        for size, stride, parts in zip(sizes, strides, axes, strict=True):
             inner = stride * unit
-            for factor in reversed(parts if prod(f.size for f in parts) == size else _new(size)):
+            parts = parts if prod([f.size for f in parts]) == size else _new(size)
+            for factor in reversed(parts):
                 if factor.size > 1:
                     found.append((inner, factor))
                 else:
                     indexed = (*indexed, factor)
                 inner *= factor.size
-        return cls(
-            int(x.storage_offset()) * unit,
-            tuple(sorted(found, key=lambda each: -each[0])),
-            leaf,
-            indexed,
-            learned,
-        )
+            whole.append(parts if size > 1 else ())
+        if x.is_complex():
+            found.append((unit // 2, Factor.whole(2)))  # for torch.view_as_real
+        found.sort(key=_by_stride)
+        stored = cls(offset * unit, tuple(found), leaf, indexed, learned)
+        if 0 not in strides and not x.is_complex() and all(f.size > 1 for parts in whole for f in parts):
+            stored._readings[geometry] = Reading(tuple(whole), indexed)
+        return stored
 
-    def axes(self, x: Tensor) -> list[Parts] | None:
-        """The factors of each axis of a view; None if it is no view by these strides."""
-        return None if (found := self._read(x)) is None else self._with_starts(*found)
+    def read(self, x: Tensor) -> Reading | None:
+        """None if x is no view by these strides."""
+        geometry = _geometry(x)
+        if geometry not in self._readings:
+            self._readings[geometry] = self._reading(*geometry)
+        return self._readings[geometry]
 
-    def selected(self, x: Tensor) -> Parts:
-        """The index that a view has of each axis that is not one of its own."""
-        if (found := self._read(x)) is None:
-            return ()
-        axes, starts = found
-        used = {at for parts in axes for at, _, _ in parts}
-        factors = ((i, f) for i, (_, f) in enumerate(self.factors) if i not in used)
-        return (*self.indexed, *(f.part(starts[i], 1, 1) for i, f in factors))
+    def overwritten(self) -> "Stored":
+        """After an operator has written into it: a buffer may hold keys now."""
+        if not self.leaf:
+            return self
+        return Stored(self.offset, tuple((stride, f._replace(kind="data")) for stride, f in self.factors))
 
-    def _read(self, x: Tensor) -> tuple[list[list[tuple[int, int, int]]], list[int]] | None:
-        """(number of the factor, step, size) of each factor of each axis; where each factor starts."""
-        unit, starts = x.element_size(), []
-        rest = int(x.storage_offset()) * unit - self.offset
+    def _reading(self, sizes: torch.Size, strides: tuple[int, ...], offset: int, unit: int) -> Reading | None:
+        starts, rest = [], offset * unit - self.offset
         for stride, factor in self.factors:
             start, rest = divmod(rest, stride) if stride else (0, rest)
             if not 0 <= start < factor.size:
@@ -118,27 +139,24 @@ class Stored(NamedTuple):
             starts.append(start)
         if rest:
             return None
-        found: list[list[tuple[int, int, int]]] = []
-        for size, stride in zip(x.shape, x.stride(), strict=True):
+        found: list[list[tuple[int, int, int]]] = []  # (number of the factor, step, size)
+        for size, stride in zip(sizes, strides, strict=True):
             parts = self._axis(size, stride * unit, starts)
             if parts is None:
                 return None
             found.append(parts)
         used = {at for parts in found for at, _, _ in parts}
-        for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-            single = (
+        for axis, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+            if size > 1:
+                continue
+            free = (
                 i for i, (inner, _) in enumerate(self.factors) if inner == stride * unit and i not in used
             )
-            if size == 1 and (at := next(single, None)) is not None:  # one index of an axis: x[:, 3:4]
+            if (at := next(free, None)) is not None:  # one index of an axis: x[:, 3:4]
                 found[axis] = [(at, 1, 1)]
                 used.add(at)
-        return found, starts
-
-    def overwritten(self) -> "Stored":
-        """After an operator has written into it: a buffer may hold keys now."""
-        if not self.leaf:
-            return self
-        return Stored(self.offset, tuple((stride, f._replace(kind="data")) for stride, f in self.factors))
+        others = (f.part(starts[i], 1, 1) for i, (_, f) in enumerate(self.factors) if i not in used)
+        return Reading(self._with_starts(found, starts), (*self.indexed, *others))
 
     def _axis(self, size: int, stride: int, starts: list[int]) -> list[tuple[int, int, int]] | None:
         """One axis, outermost factor first."""
@@ -164,12 +182,12 @@ class Stored(NamedTuple):
             size, stride, at = size // own, inner * factor.size, at - 1
         return found
 
-    def _with_starts(self, axes: list[list[tuple[int, int, int]]], starts: list[int]) -> list[Parts]:
+    def _with_starts(self, axes: list[list[tuple[int, int, int]]], starts: list[int]) -> tuple[Parts, ...]:
         """Of several axes in one factor, the one with the smallest step has the start."""
         steps: dict[int, int] = {}
         for at, step, _ in (part for parts in axes for part in parts):
             steps[at] = min(step, steps.get(at, step))
-        return [
+        return tuple(
             tuple(
                 Factor.whole(size)
                 if at < 0
@@ -177,7 +195,7 @@ class Stored(NamedTuple):
                 for at, step, size in parts
             )
             for parts in axes
-        ]
+        )
 
 
 class Axes:
@@ -187,25 +205,19 @@ class Axes:
         self._stored: dict[int, Stored] = {}
         self._weights = {storage_id(x) for x in weights if followed(x)}
 
-    def of(self, x: Tensor) -> list[Parts]:
+    def of(self, x: Tensor) -> tuple[Parts, ...]:
         """The factors of each axis of a tensor."""
-        if not followed(x) or not x.numel():
-            return [_new(size) for size in x.shape]
-        storage = storage_id(x)
-        known = self._stored.get(storage)
-        if known is None or (known.leaf and known.axes(x) is None):
-            kind: Kind = "weight" if self._is_weight(x) else "data"
-            leaf: list[Parts] = [(Factor.whole(size, kind),) if size > 1 else () for size in x.shape]
-            if known is not None or 0 in x.stride():
-                return leaf
-            known = self._stored[storage] = Stored.of(x, leaf, leaf=True, learned=kind == "weight")
-        return known.axes(x) or [_new(size) for size in x.shape]
+        return self._read(x).axes
+
+    def selected(self, x: Tensor) -> Parts:
+        """Of axes that x does not have, the index at which it, or what it was computed from, was selected."""
+        return self._read(x).selected
 
     def record(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Record the axes of the results of an operator."""
-        if getattr(func, "is_view", False) or getattr(func, "overloadpacket", None) is RESHAPED_COPY:
-            for x in tensors_in(args):
-                self.of(x)  # a leaf is described before it is seen through its views
+        if is_view(func):
+            if isinstance(args[0], Tensor) and followed(args[0]):
+                self._storage(args[0])  # a leaf is described before it is seen through its views
             return
         given = [x for x in tensors_in(args) if followed(x)]
         storages = {storage_id(x) for x in given}
@@ -221,26 +233,32 @@ class Axes:
                 indexed = self._indexed(func, args, given)
                 self._stored[storage] = Stored.of(x, axes, indexed=indexed, learned=learned)
 
-    def selected(self, x: Tensor) -> Parts:
-        """Of axes that x does not have, the index at which it, or what it was computed from, was selected."""
-        self.of(x)
-        known = self._stored.get(storage_id(x))
-        return () if known is None else known.selected(x)
+    def _read(self, x: Tensor) -> Reading:
+        if not followed(x) or not x.numel():
+            return Reading(_unknown(x), ())
+        storage = storage_id(x)
+        known = self._stored.get(storage)
+        found = None if known is None else known.read(x)
+        if found is None and (known is None or known.leaf):
+            kind: Kind = "weight" if self._is_weight(x) else "data"
+            leaf = tuple((Factor.whole(size, kind),) if size > 1 else () for size in x.shape)
+            if known is None and 0 not in x.stride():
+                self._stored[storage] = Stored.of(x, leaf, leaf=True, learned=kind == "weight")
+            return Reading(leaf, ())
+        return found or Reading(_unknown(x), ())
 
     def _indexed(self, func: Any, args: tuple[Any, ...], given: list[Tensor]) -> Parts:
-        packet = getattr(func, "overloadpacket", None)
-        if packet not in PRODUCTS:
-            same = packet in SAME_AXES or torch.Tag.pointwise in getattr(func, "tags", ())
-            return self.selected(max(given, key=Tensor.numel)) if same and given else ()
-        left, right = (self.selected(args[i]) for i in PRODUCTS[packet])
+        if (rule := _rule(func)) != "product":
+            return self.selected(max(given, key=Tensor.numel)) if rule == "same axes" and given else ()
+        left, right = (self.selected(args[i]) for i in PRODUCTS[func.overloadpacket])
         both = {f.axis for f in left} & {
             f.axis for f in right
-        }  # a batch row; only q or k has an index of positions
+        }  # a batch row; a position is one of q or k alone
         return tuple(f for f in (*left, *right) if f.axis not in both)
 
     def set(self, x: Tensor, axes: Sequence[Parts] | None = None, indexed: Parts = ()) -> None:
         """Describe a tensor; axes: None for unknown ones."""
-        axes = [_new(size) for size in x.shape] if axes is None else axes
+        axes = _unknown(x) if axes is None else axes
         self._stored[storage_id(x)] = Stored.of(x, axes, indexed=indexed)
 
     def constant(self, x: Tensor) -> bool:
@@ -249,36 +267,42 @@ class Axes:
         return bool(parts) and all(f.kind == "weight" for f in parts)
 
     def is_leaf(self, x: Tensor) -> bool:
-        self.of(x)
-        known = self._stored.get(storage_id(x))
+        known = self._storage(x)
         return known is None or known.leaf
 
     def _learned(self, x: Tensor) -> bool:
-        self.of(x)
-        known = self._stored.get(storage_id(x))
+        known = self._storage(x)
         return known is not None and known.learned
+
+    def _storage(self, x: Tensor) -> Stored | None:
+        """What is known about the storage of x, which is a leaf where it is seen for the first time."""
+        storage = storage_id(x)
+        if storage not in self._stored:
+            self._read(x)
+        return self._stored.get(storage)
 
     def _is_weight(self, x: Tensor) -> bool:
         return isinstance(x, nn.Parameter) or storage_id(x) in self._weights
 
-    def _result(self, func: Any, args: tuple[Any, ...], given: list[Tensor], out: Tensor) -> list[Parts]:
-        packet = getattr(func, "overloadpacket", None)
-        if packet in PRODUCTS:
-            return self._product(*(args[i] for i in PRODUCTS[packet]))
-        if packet in CONVOLUTIONS:
-            channels = (Factor.whole(out.shape[1], "feature"),)
-            return [self.of(args[0])[0], channels, *((Factor.whole(size, "row"),) for size in out.shape[2:])]
-        if packet is aten.embedding:
-            return [*self.of(args[1]), (Factor.whole(out.shape[-1], "feature"),)]
-        if packet is aten.cat:
-            return self._joined(given, out, args[1] if len(args) > 1 else 0)
-        if packet is aten.stack:
-            axes, at = self.of(given[0]), args[1] if len(args) > 1 else 0
-            axes.insert(at % out.dim(), _new(len(given)))
-            return axes
-        if packet in SAME_AXES or torch.Tag.pointwise in getattr(func, "tags", ()):
-            return self._aligned(given, out)
-        return [_new(size) for size in out.shape]
+    def _result(self, func: Any, args: tuple[Any, ...], given: list[Tensor], out: Tensor) -> Sequence[Parts]:
+        match _rule(func):
+            case "product":
+                return self._product(*(args[i] for i in PRODUCTS[func.overloadpacket]))
+            case "same axes":
+                return self._aligned(given, out)
+            case "convolution":
+                channels = (Factor.whole(out.shape[1], "feature"),)
+                rows = ((Factor.whole(size, "row"),) for size in out.shape[2:])
+                return [self.of(args[0])[0], channels, *rows]
+            case "embedding":
+                return [*self.of(args[1]), (Factor.whole(out.shape[-1], "feature"),)]
+            case "cat":
+                return self._joined(given, out, args[1] if len(args) > 1 else 0)
+            case "stack":
+                at = args[1] % out.dim() if len(args) > 1 else 0
+                axes = self.of(given[0])
+                return [*axes[:at], _new(len(given)), *axes[at:]]
+        return _unknown(out)
 
     def _product(self, left: Tensor, right: Tensor) -> list[Parts]:
         """A product with a weight is a linear layer: its columns are features, its rows positions."""
@@ -302,11 +326,11 @@ class Axes:
         plain = left.dim() == 2 and (self.is_leaf(right) or self._learned(right))
         return plain or self.constant(left) or self.constant(right)
 
-    def _joined(self, given: list[Tensor], out: Tensor, at: int) -> list[Parts]:
+    def _joined(self, given: list[Tensor], out: Tensor, at: int) -> Sequence[Parts]:
         given = [x for x in given if x.dim() == out.dim() and x.shape[at]]
         if not given:
-            return [_new(size) for size in out.shape]
-        axes = self.of(given[0])
+            return _unknown(out)
+        axes = list(self.of(given[0]))
         every = [self.of(x)[at] for x in given]
         kinds = {f.kind for parts in every for f in parts}
         kind: Kind = next((k for k in ("row", "data") if k in kinds), "new")
@@ -327,12 +351,16 @@ class Axes:
         starts = [parts[0].start for parts in last]
         return all(b - a == given[0].shape[-1] for a, b in pairwise(starts))
 
-    def _aligned(self, given: list[Tensor], out: Tensor) -> list[Parts]:
+    def _aligned(self, given: list[Tensor], out: Tensor) -> Sequence[Parts]:
         """Elementwise: each axis is that of the first input with this size; data before weights."""
+        if len(given) == 1 and given[0].shape == out.shape:
+            return self.of(given[0])
         ordered = sorted(
             (x for x in given if x.dim() <= out.dim()),
             key=lambda x: (self.constant(x), x.dtype != out.dtype, -x.numel()),
         )
+        if ordered and ordered[0].shape == out.shape:
+            return self.of(ordered[0])
         known = [(x, self.of(x)) for x in ordered]
         axes: list[Parts] = []
         for at, size in enumerate(out.shape):
@@ -349,6 +377,37 @@ def followed(x: Tensor) -> bool:
 
 def _new(size: int) -> Parts:
     return (Factor.whole(size),) if size != 1 else ()
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Whether the result of an operator shares the storage, and so the origin, of its first argument."""
+    return getattr(func, "is_view", False) or getattr(func, "overloadpacket", None) is RESHAPED_COPY
+
+
+@cache
+def _rule(func: Any) -> str:
+    """How the axes of the result of an operator follow from those of its inputs."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet in PRODUCTS:
+        return "product"
+    if packet in CONVOLUTIONS:
+        return "convolution"
+    if packet in SAME_AXES or torch.Tag.pointwise in getattr(func, "tags", ()):
+        return "same axes"
+    return OWN_RULE.get(packet, "unknown")
+
+
+def _unknown(x: Tensor) -> tuple[Parts, ...]:
+    return tuple(_new(size) for size in x.shape)
+
+
+def _geometry(x: Tensor) -> Geometry:
+    return x.shape, x.stride(), int(x.storage_offset()), x.element_size()
+
+
+def _by_stride(stored: tuple[int, Factor]) -> int:
+    return -stored[0]
 
 
 def _rows(parts: Parts) -> Parts:

@@ -13,7 +13,7 @@ look up the interceptor of the calling thread: what other threads run is passed 
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ class Interceptor(DispatchMode):
         return None
 
     def _stored(
-        self, weights: Tensor, values: Tensor, keys: int, softmax: Weights, axes: list[Parts]
+        self, weights: Tensor, values: Tensor, keys: int, softmax: Weights, axes: Sequence[Parts]
     ) -> StoredWeights | None:
         self._read_softmaxes += softmax.table.dim() > 2 and softmax.axis == softmax.table.dim() - 1
         value_keys = self._provenance.axes.of(values)[-3 - keys]

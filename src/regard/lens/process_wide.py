@@ -49,8 +49,7 @@ def replaced_functions(replacements: dict[Any, Any]) -> Iterator[None]:
     A module that is imported meanwhile may import a replacement; it gets the original back at the end.
     """
     known = set(sys.modules)
-    _exchange(list(sys.modules.values()), replacements)
-    touched = [m for m in list(sys.modules.values()) if _names_of(m, set(map(id, replacements.values())))]
+    touched = _exchange(list(sys.modules.values()), replacements)
     touched.append(sys.modules["regard"])  # its public names are imported on first use, perhaps meanwhile
     try:
         yield
@@ -60,11 +59,16 @@ def replaced_functions(replacements: dict[Any, Any]) -> Iterator[None]:
         clear_compiler_tables()  # one that was built meanwhile has the replacements instead of the originals
 
 
-def _exchange(modules: list[Any], replacements: dict[Any, Any]) -> None:
+def _exchange(modules: list[Any], replacements: dict[Any, Any]) -> list[Any]:
+    """The modules that hold one of the replaced objects."""
     by_id = {id(old): new for old, new in replacements.items()}
+    changed = []
     for module in modules:
-        for name, value in _names_of(module, by_id.keys()):
+        if names := _names_of(module, by_id.keys()):
+            changed.append(module)
+        for name, value in names:
             setattr(module, name, by_id[id(value)])
+    return changed
 
 
 def _names_of(module: Any, ids: Any) -> list[tuple[str, Any]]:

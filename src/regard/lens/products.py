@@ -154,7 +154,7 @@ def _indices(f: Factor) -> slice:
 
 
 def read_product(
-    softmax: Weights, axes: list[Parts], left: bool, value_keys: Parts, heads: int | None
+    softmax: Weights, axes: Sequence[Parts], left: bool, value_keys: Parts, heads: int | None
 ) -> Product | str:
     """The product of a softmax with values; a sentence if it is no attention over positions.
 
@@ -167,10 +167,11 @@ def read_product(
     kind = _attention(softmax, placed, value_keys)
     if kind == NOT_POSITIONS:
         return kind
-    found, split = _roles(softmax, placed), 1
-    if heads and "h" not in found and softmax.table.dim() == 3:
-        b = prod(f.size for (f, _), role in zip(placed, found) if role == "b")
-        split = heads if b % heads == 0 else 1
+    found = _roles(softmax, placed)
+    batch = [f for (f, _), role in zip(placed, found) if role == "b"]
+    # A linear layer is applied over batch rows: then a loop over heads has only those in the first axis.
+    folded = "h" not in found and softmax.table.dim() == 3 and all(f.kind != "row" for f in batch)
+    split = heads if heads and folded and prod(f.size for f in batch) % heads == 0 else 1
     place = {f.axis: i for i, f in enumerate(f for parts in softmax.axes for f in parts)}
     ranks = [("bhnm".index(role), place.get(f.axis, -1), -f.step) for (f, _), role in zip(placed, found)]
     order = sorted(range(len(placed)), key=lambda i: ranks[i])

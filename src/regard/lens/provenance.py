@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..compat import aten_operator, aten_operators, storage_id
 from ..nested import tensors_in
-from .axes import PRODUCTS, RESHAPED_COPY, Axes, Factor, Parts, followed
+from .axes import PRODUCTS, Axes, Factor, Parts, followed, is_view
 
 aten = torch.ops.aten
 LINEAR = {
@@ -93,13 +93,13 @@ class Provenance:
 
     def record(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Record the origin of the output of an operator."""
+        self.axes.record(func, args, out)
+        if is_view(func):
+            return
         given = tensors_in(args)
         packet = getattr(func, "overloadpacket", None)
-        is_view = getattr(func, "is_view", False)
-        if not is_view:
-            for x in given:
-                self.use(x)
-        self.axes.record(func, args, out)
+        for x in given:
+            self.use(x)
         if packet in LINEAR:
             x = args[LINEAR[packet]]
             old = self.of(x)
@@ -110,7 +110,7 @@ class Provenance:
             self._set(out, pair=self._pair(*(args[i] for i in PRODUCTS[packet])))
         elif packet in NEW_TENSORS:
             self.start_anew(out)
-        elif not is_view and packet is not RESHAPED_COPY:  # these share the storage, and so the origin
+        else:
             origins = [self.of(x) for x in given if followed(x) and x.numel()]
             pair = next((o.pair for o in origins if o.pair), None)
             newest = sorted(NONE.union(*(o.ancestors for o in origins)), reverse=True)[:MAX_ANCESTORS]
@@ -130,7 +130,7 @@ class Provenance:
             if followed(x):
                 self.axes.set(x)
 
-    def take_weights(self, x: Tensor, keys: int) -> tuple[Weights, list[Parts]] | None:
+    def take_weights(self, x: Tensor, keys: int) -> tuple[Weights, Sequence[Parts]] | None:
         """The softmax that x is, or was computed from elementwise, and the factors of x; each is returned once.
 
         keys: the axis of x that a product sums over. It has to be the one over which the softmax ran, or a part of
@@ -194,7 +194,7 @@ class Provenance:
             known = self.of(x).softmax
             if known is not None and x.numel() == first.numel():
                 if storage_id(x) != storage_id(first):  # its axes, not those of what it is multiplied with
-                    self.axes.set(first, [()] * (first.dim() - x.dim()) + self.axes.of(x))
+                    self.axes.set(first, [*[()] * (first.dim() - x.dim()), *self.axes.of(x)])
                 return known
         return None
 
