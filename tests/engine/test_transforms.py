@@ -248,9 +248,9 @@ def test_attention_can_be_traced(name, kv_heads):
     inputs = [
         torch.randn(2, h, 11, 8, generator=torch.Generator().manual_seed(h)) for h in (4, kv_heads, kv_heads)
     ]
-    held = len(backends.PREPARED.values)
+    held = len(backends.PREPARED)
     traced = torch.jit.trace(Traced(pattern, **options), inputs, check_trace=False)
-    assert len(backends.PREPARED.values) == held  # which are found again by sizes that are numbers
+    assert len(backends.PREPARED) == held  # which are found again by sizes that are numbers
     for x in (inputs, [-2 * x for x in inputs]):
         assert_close(traced(*x), rg.attention(*x, pattern, **options))
 
