@@ -364,3 +364,13 @@ def test_a_module_without_numbers_is_refused():
 def test_an_output_of_a_wrong_shape_is_no_error_without_words():
     verdict = check(lambda q, k, v: v[..., :1], ["L01"], 2)
     assert "no call succeeded in any layout\n" in str(verdict)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_check_is_the_same_where_gradients_are_turned_off(mode):
+    """L44, equal heads stay equal, is about gradients."""
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    with mode():
+        verdict = check(module, ["L44", "L01"], FEW)
+        said = replay("L44", module, seed=0, optimizer="SGD", steps=20)
+    assert verdict.ok and "holds" in said

@@ -1,5 +1,7 @@
 """Attention in plain tensor code: which axes are batch, heads, queries and keys, and what is no attention."""
 
+import weakref
+
 import pytest
 import torch
 from torch import einsum, nn
@@ -337,3 +339,54 @@ def test_heads_that_are_summed_cannot_be_removed():
             rg.RegardError, match="summed over its heads, so neither a head nor a key can be removed"
         ):
             remove()
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = (w(x).unflatten(-1, (2, 3)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        return self.drop((q @ k.mT).softmax(-1)) @ v
+
+
+def test_attention_in_inference_mode_is_that_without_it():
+    """There, a product of tables arrives as one operator, which is not divided into others."""
+    model, x = Plain().eval(), torch.randn(2, 5, 6)
+    expected = look(model, x)
+    with torch.inference_mode():
+        found = look(model, x)
+    assert torch.equal(weights(found), weights(expected)) and found.missed == expected.missed
+    assert found.calls[0].role == expected.calls[0].role == "self"
+
+
+def test_weights_of_many_heads_may_be_computed_before_the_first_is_used():
+    def heads(x):
+        made = [(x @ x.mT * (h + 1)).softmax(-1) for h in range(7)]
+        return sum(w @ x for w in made)
+
+    x = torch.randn(2, 5, 4)
+    view = look(heads, x)
+    assert len(view.calls) == 7
+    for h in range(7):
+        assert torch.allclose(weights(view, h)[:, 0], (x @ x.mT * (h + 1)).softmax(-1))
+
+
+def test_large_weights_that_no_product_uses_are_not_held():
+    """Of tables of 16 MB, the last two and as many as fit into 64 MB."""
+    x, held = torch.randn(1, 2048, 2), []
+
+    def tables(x):
+        for _ in range(8):
+            table = (x @ x.mT).softmax(-1)
+            held.append(weakref.ref(table))
+            del table
+        live.append(sum(one() is not None for one in held))
+        return (x @ x.mT).softmax(-1) @ x
+
+    live: list[int] = []
+    look(tables, x)
+    assert live == [4]

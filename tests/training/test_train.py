@@ -40,6 +40,16 @@ def test_a_recipe_by_name_is_trained_evaluated_and_reported(trained):
     assert re.fullmatch(repr_form, repr(result))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_trains_where_the_caller_has_turned_gradients_off(trained, tmp_path, mode):
+    with mode():
+        result = rg.train(
+            "translate", out=tmp_path, device="cpu", progress=False, tensorboard=False, **options(tmp_path)
+        )
+        assert torch.is_grad_enabled() is False
+    assert result.losses == trained[0].losses
+
+
 def test_the_same_call_again_resumes(trained, tmp_path):
     result, _ = trained
     recipe = rg.training.Recipe.from_json((result.folder / "recipe.json").read_text())

@@ -39,7 +39,7 @@ def check(
     chosen = LAWS if laws is None else select(laws)
     budget = Budget.of(budget)
     adapted = as_target(target)
-    with _one_thread(), search.call_seconds(call_seconds):
+    with _own_settings(), search.call_seconds(call_seconds):
         probed = probe(adapted)
         outcomes = tuple(_outcomes(chosen, adapted, budget, probed))
         cause = _cause(adapted, probed, outcomes)
@@ -79,12 +79,14 @@ def select(laws: Iterable[str | Law] | str | Law) -> tuple[Law, ...]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: cases are small, and on a busy machine two synchronizing threads take ten times as long."""
+def _own_settings() -> Iterator[None]:
+    """One thread: cases are small, and on a busy machine two synchronizing threads take ten times as long. Gradients,
+    which some laws are about, also if the caller has turned them off."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
         torch.set_num_threads(threads)
 
@@ -104,9 +106,10 @@ def replay(number: str, target: Any, **case: Any) -> str:
     subject = find_subject(law, adapted)
     if subject is None:
         raise SpecError(f"{law.number} is about {about(law)}; {adapted.name} is {kind_name(adapted)}")
-    probed = probe(adapted)
-    harness = Harness(subject, probed.supported, cache=probed.cache)
-    measurement = measure(law.trials[subject.kind], harness, Case(case))
+    with _own_settings():
+        probed = probe(adapted)
+        harness = Harness(subject, probed.supported, cache=probed.cache)
+        measurement = measure(law.trials[subject.kind], harness, Case(case))
     tolerance = law.tolerance.for_dtype(harness.dtype)
     status = "holds" if measurement.rank <= tolerance else "is broken"
     return (

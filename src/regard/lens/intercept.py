@@ -103,6 +103,13 @@ class Interceptor(DispatchMode):
             eager = self._eager_attention(*(args[i] for i in PRODUCTS[packet]))
             if eager is not None:
                 return self.run(eager, func, *args, **kwargs)
+        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            with (
+                self
+            ):  # operators that autograd would divide into others, such as a product of tables, arrive whole
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         out = func(*args, **kwargs)
         self._provenance.record(func, args, out)
         return out

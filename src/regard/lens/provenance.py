@@ -31,7 +31,9 @@ PRESERVES_WEIGHTS = aten_operators(
 COPIES = aten_operators("_to_copy", "clone")  # under autocast each projection reads a copy of its own
 NEW_TENSORS = {aten.lift_fresh, aten.lift}  # torch.tensor(…): its storage may have belonged to another tensor
 MAX_ANCESTORS = 6  # of one tensor; the newest ones decide
-MAX_PENDING_SOFTMAXES = 2  # softmax results that were not yet multiplied with values
+# Softmax results that were not yet multiplied with values: the last two are held, and older ones that fit into so
+# many bytes together (a model may compute the weights of all its heads before it uses the first).
+MAX_PENDING_BYTES = 64 << 20
 
 Ancestors = frozenset[int]
 Columns = tuple[int, int]  # the first one and their number; (-1, …) if a part does not consist of columns
@@ -185,8 +187,10 @@ class Provenance:
             self.last_axis_softmaxes += first.dim() > 2 and axis == first.dim() - 1
             found = self._softmaxes[number := self._next()] = self._weights(first, axis, pair)
             self._tables[number] = first.numel(), {f.axis for f in found.axes[found.axis]}
-            for old in list(self._softmaxes)[:-MAX_PENDING_SOFTMAXES]:
-                del self._softmaxes[old]
+            held = sum(x.table.nbytes for x in self._softmaxes.values())
+            for old in list(self._softmaxes)[:-2]:
+                if held > MAX_PENDING_BYTES:
+                    held -= self._softmaxes.pop(old).table.nbytes
             return number
         if packet not in PRESERVES_WEIGHTS:
             return None

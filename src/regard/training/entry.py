@@ -121,6 +121,8 @@ def train(
     dry_run: Literal[True],
     **parameters: Any,
 ) -> Preflight: ...
+@torch.inference_mode(False)
+@torch.enable_grad()  # also if the caller has turned gradients off
 def train(
     recipe: str | Path | Recipe,
     *,

@@ -557,3 +557,14 @@ def test_a_model_may_make_a_pattern_of_its_inputs():
         rg.ShapeError, match="reads a value that a meta tensor does not have; pass the inputs"
     ):
         cost(packed, q, unknown)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_cost_is_the_same_where_gradients_are_turned_off(mode):
+    module = nn.MultiheadAttention(D, H, batch_first=True)
+    expected = cost(module, x, x, x), cost(module, x, x, x, train=True)
+    with mode():
+        same = x.clone()  # in inference mode, an inference tensor
+        found = cost(module, same, same, same), cost(module, same, same, same, train=True)
+    assert found[0].flops == expected[0].flops > 0
+    assert [c.memory.plain() for c in found] == [c.memory.plain() for c in expected]

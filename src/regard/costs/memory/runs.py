@@ -148,7 +148,8 @@ def run(setting: Setting) -> Run:
     count = sum(p.numel() for p in setting.module.parameters())
     known = f"; still known: {count:,} parameters, {readable(4 * count)} in float32"
     try:
-        return _run(setting)
+        with torch.inference_mode(False):  # in which operators arrive whole, and no FLOPs would be counted
+            return _run(setting)
     except DataDependent as e:
         raise DataDependent(f"{e}{known}") from e
     except RegardError:
