@@ -73,6 +73,7 @@ def higher_derivatives() -> bool:
 
 # Dynamo, which cannot trace this, calls it: it is within the same transforms then, and guards its graphs by them.
 higher_derivatives._dynamo_marked_constant = True  # type: ignore[attr-defined]
+not_compiled: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)  # Dynamo is not imported
 
 
 def version(x: Any) -> int | None:
@@ -155,8 +156,7 @@ def _flash_backward_by_products(grad_out, query, key, value, out, logsumexp, *fl
     do, q, k, v, o = (x.to(wide) for x in (grad_out, query, key, value, out))
     group = q.shape[1] // k.shape[1]
     weights = (_scores(q, k, flags[1], attn_mask, scale) - logsumexp[..., None]).exp()
-    ds = do @ v.repeat_interleave(group, 1).mT - (do * o).sum(-1, keepdim=True)
-    ds = ds * weights
+    ds = weights * (do @ v.repeat_interleave(group, 1).mT - (do * o).sum(-1, keepdim=True))
     dq = ds @ k.repeat_interleave(group, 1) * scale
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q * scale, weights.mT @ do))
     return tuple(g.to(query.dtype) for g in (dq, dk, dv))

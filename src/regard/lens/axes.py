@@ -1,4 +1,4 @@
-"""What each axis of a tensor stands for, by the operators that computed it and not by its size.
+"""What each axis of a tensor means, by the operators that computed it and not by its size.
 
 An operator's result is described by the order of its numbers in memory: for each stride, a factor. A view of it is
 read by its strides, so that two axes of equal size are not confused, and an axis that combines two (batch · heads)
@@ -59,9 +59,7 @@ class Factor(NamedTuple):
 
 # The factors of one axis, outermost first; an axis of size 1 has none, or one index of a larger axis.
 Parts = tuple[Factor, ...]
-Geometry = tuple[
-    torch.Size, tuple[int, ...], int, int
-]  # sizes, strides, offset and bytes per element of a view
+Geometry = tuple[torch.Size, tuple[int, ...], int, int]  # sizes, strides, offset, bytes per element of a view
 
 
 class Reading(NamedTuple):

@@ -15,13 +15,21 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..compat import DispatchMode, aten_operator, aten_operators, transforms_active, without_dispatch_modes
+from ..compat import (
+    DispatchMode,
+    aten_operator,
+    aten_operators,
+    has_kernel,
+    transforms_active,
+    without_dispatch_modes,
+)
 from ..engine import attention as engine
 from ..errors import RegardError, ShapeError
 from .axes import PRODUCTS, Parts
@@ -103,13 +111,10 @@ class Interceptor(DispatchMode):
             eager = self._eager_attention(*(args[i] for i in PRODUCTS[packet]))
             if eager is not None:
                 return self.run(eager, func, *args, **kwargs)
-        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            with (
-                self
-            ):  # operators that autograd would divide into others, such as a product of tables, arrive whole
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            # There it arrives whole; elsewhere, only the operators arrive that it consists of.
+            with self:
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         self._provenance.record(func, args, out)
         return out
@@ -363,6 +368,12 @@ def _reporting_regard(original: Callable[..., Any]) -> Callable[..., Any]:
         return interceptor.run(source, original, *args, **kwargs)
 
     return attention
+
+
+@lru_cache(maxsize=1024)
+def _is_composite(operator: Any) -> bool:
+    """Whether it is defined by other operators, such as a product of tables with any number of axes."""
+    return hasattr(operator, "decompose") and has_kernel(operator.name(), "CompositeImplicitAutograd")
 
 
 def _name(operator: Any) -> str:

@@ -71,7 +71,7 @@ class Product:
         return weights.reshape([f.size for f in self.factors]).permute(order).reshape(self.shape)
 
     def arranged_softmax(self, softmax: Weights) -> Tensor | None:
-        """The result of the softmax in the same way; None if that is not possible by slices and permutations."""
+        """The result of the softmax as (b, h, n, m); None if slices and permutations cannot give it."""
         places: list[int] = []  # of the factors, in the order of the softmax
         sizes, cuts = [], []
         for whole in (f for axis in softmax.axes for f in axis):

@@ -210,7 +210,7 @@ def _bits(allowed: Tensor) -> Tensor:
 # of 4 × 16 pixels has 10 × 22. Such keys are not a few progressions, so they are listed, as offsets from the first
 # one of a block: those that all queries of the tile may attend to come first, and their blocks need no mask.
 
-MAX_LISTS = 1 << 18  # blocks, of one tile of each kind; about one in eight of their lists is new
+MAX_LISTS = 1 << 18  # blocks, of one tile of each kind; the 185,868 of a video have 4 MB of lists and masks
 EVERY_QUERY = ~np.uint64(0)
 
 

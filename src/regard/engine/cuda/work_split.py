@@ -24,11 +24,9 @@ MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
 MAX_IN_TILE = 8  # blocks of a tile of chained passes: with more, reading rows again matters less than waiting
-MIN_RUN = (
-    256  # blocks of a program: with fewer, its first product, which waits for memory, would take too long
-)
+MIN_RUN = 256  # blocks of a program where heads take turns: a program's first product waits for memory
 PIECE = 8  # blocks of one piece of a split tile
-CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
+CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that rows may use
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +69,10 @@ def _of_tiles(work: Schedule, tiles: NDArray[np.bool_], slots: int) -> Schedule:
 
 
 def heads_at_a_time(work: Schedule, heads: int, others: Layout, programs: int) -> int:
-    """How many heads run at the same time: all, or if the rows of the other side do not fit into the cache, as few as
-    leave every program enough blocks. If programs share tiles, all do."""
-    if work.slots or 2 * 2 * math.prod(others.shape) <= CACHE:
+    """How many heads run at the same time: all, or if the rows of the other side (two tensors like `others`) do not
+    fit into the cache, as few as leave every program enough blocks. If programs share tiles, all do."""
+    rows = 2 * 2 * math.prod(others.shape)  # bytes
+    if work.slots or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
     return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ...compat import not_compiled
 from ..data.rows import IGNORED
 from . import loss_cuda
 
@@ -38,7 +39,7 @@ def cross_entropy(
     return ChunkedCrossEntropy.apply(rows, table, bias, y, smoothing, chunk, torch.is_grad_enabled())
 
 
-@getattr(torch, "_disable_dynamo", torch.compiler.disable)  # which imports the compiler at the first call
+@not_compiled
 def _counted(
     rows: Float[Tensor, "n d"], y: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, "counted d"], Int[Tensor, " counted"]]:
