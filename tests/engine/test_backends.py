@@ -165,12 +165,13 @@ def test_what_a_gpu_cannot_hold_is_named():
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("n", [128, 509, 1024, 2048])
-def test_short_calls_on_a_gpu_are_sparse_unless_there_is_little_to_skip(n, grad):
+def test_short_calls_on_a_gpu_are_sparse_unless_there_is_nothing_to_skip(n, grad):
     def on_gpu(pattern, heads=16):
         return chosen(pattern, n, heads=heads, dtype=torch.bfloat16, device="cuda", grad=grad)
 
     assert on_gpu(SPARSE) == on_gpu(rg.dilated(8, 4)) == "triton"
-    assert on_gpu(~rg.every(64), 256) == ("sdpa" if n > 1000 and grad else "triton")
+    assert on_gpu(~rg.every(64), 256) == "triton"  # a mask of 16-bit SDPA costs more than its few pairs
+    assert on_gpu(rg.full(), 256) == on_gpu(rg.causal(), 256) == "sdpa"
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -291,7 +292,7 @@ def test_auto_leaves_out_a_kernel_that_rounds_gradients():
         )
         return choose(facts, "auto")
 
-    assert chosen(grad=True, dtype=torch.bfloat16).backend == "sdpa"
+    assert "rounds" not in chosen(grad=True, dtype=torch.bfloat16).reason
     found = chosen(grad=True)
     assert found.backend == "triton"
     assert "sdpa's kernel for masks rounds gradients in float32 more than the formula does" in found.reason

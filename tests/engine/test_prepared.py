@@ -27,7 +27,7 @@ def nothing_known():
 
 def recalled(inputs, pattern):
     """Whether the next call of this kind is looked up."""
-    return _key(*inputs, pattern, None, "auto") in PREPARED
+    return _key(*inputs, pattern, (None, None), "auto") in PREPARED
 
 
 def qkv(n=7, m=7, dtype=torch.float64, grad=True, h_kv=2):
@@ -54,7 +54,7 @@ def test_it_is_recalled_and_few_are_kept(monkeypatch):
     monkeypatch.setattr(PREPARED, "limit", 4)  # two entries a call: by its facts, and by its arguments
     for n in (3, 4, 5):
         attention(*qkv(n, n), window(1))
-    assert [key[3][2] for key in PREPARED if len(key) > 2] == [4, 5]
+    assert [key[4][2] for key in PREPARED if len(key) > 2] == [4, 5]
     inputs = qkv(5, 5)
     assert recalled(inputs, window(1)) and not recalled(inputs, window(2))
 
@@ -204,6 +204,6 @@ def test_a_dispatch_mode_sees_every_operation():
     attention(*inputs, window(1))
     assert recalled(inputs, window(1))
     with Seen() as seen:
-        assert _key(*inputs, window(1), None, "auto") is None
+        assert _key(*inputs, window(1), (None, None), "auto") is None
         attention(*inputs, window(1))
     assert any("flash" in name or "attention" in name or "softmax" in name for name in seen.names)

@@ -74,6 +74,7 @@ class Case:
     lengths: tuple[int, ...] | None = None  # keys past them hold NaN, values infinity
     starts: tuple[int, ...] | None = None  # with lengths: keys before them too
     softcap: float | None = None
+    sink: tuple[float, ...] | None = None  # one logit per head
     given: str = "o and lse"  # which outputs have a gradient
     order: str = "b h n d"  # of the axes in memory
     one_key: bool = False  # no query has two keys: see `terms`
@@ -151,6 +152,26 @@ SMALL = [
     Case("left padding", window(3) | every(8), b=3, lengths=(37, 17, 9), starts=(5, 0, 9)),
     # Softcap
     Case("softcap", BOTH, h=2, h_kv=1, n=50, m=50, softcap=0.8),
+    Case("sink", BOTH, b=2, h=2, h_kv=1, n=50, m=50, sink=(0.7, -1.3)),
+    Case("sink of empty rows", window(2) & sinks(9), h=2, sink=(-0.4, 2.0), lengths=(7,)),
+    Case(
+        "sink, passes that continue",
+        causal() & (window(3) | dilated(3, 5)),
+        h=2,
+        sink=(1.0, -inf),
+        softcap=2.0,
+    ),
+    Case(
+        "sink of one query",
+        RECENT,
+        b=2,
+        h=4,
+        h_kv=2,
+        n=1,
+        m=100,
+        row_at=(99, 40),
+        sink=(0.5, -2.0, 3.0, -inf),
+    ),
     Case(
         "softcap, left padding, table", window(3) | every(8), softcap=2.0, reach=6, lengths=(30,), starts=(7,)
     ),
@@ -433,12 +454,17 @@ def dense(case: Case, device: str) -> Any:
         added = None
         if parts:
             added = ByDistance(**parts).dense(where, torch.arange(case.m, device=device)).to(q.dtype)
-        found = reference.attend(q, k, v, allowed, bias=added, scale=case.scale, softcap=case.softcap)
+        logits = None if case.sink is None else torch.tensor(case.sink, dtype=q.dtype, device=device)
+        terms = {"bias": added, "scale": case.scale, "softcap": case.softcap, "sink_logits": logits}
+        found = reference.attend(q, k, v, allowed, **terms)
         wide = found.scores if q.dtype == torch.float64 else found.scores.float()
         o = found.o
         if case.dropout_p:
             o = (found.weights * dropout_factors(case, device).to(q.dtype)) @ v
-        return o, reference.log_sum_exp(wide, allowed)
+        lse = reference.log_sum_exp(wide, allowed)
+        if logits is not None:
+            lse = torch.logaddexp(lse, logits.to(lse.dtype)[:, None])
+        return o, lse
 
     return attend
 
@@ -460,7 +486,8 @@ def row_extras(case: Case, device: str) -> Any:
     if case.starts is not None:
         lengths = torch.tensor(list(zip(case.starts, case.lengths)), device=device)
     at = None if case.row_at is None else torch.tensor(case.row_at, device=device)
-    return Extras(lengths=lengths, at=at)
+    sink = None if case.sink is None else torch.tensor(case.sink, device=device)
+    return Extras(lengths=lengths, at=at, sink=sink)
 
 
 def fast(case: Case, device: str, configs: Any) -> list[Tensor]:
@@ -477,7 +504,7 @@ def fast(case: Case, device: str, configs: Any) -> list[Tensor]:
     if extras.at is not None:
         return [o, lse]
     grads = do if "o" in case.given.split() else torch.zeros_like(o), dlse if "lse" in case.given else None
-    found = host.backward((q, k, v, o, lse), grads, made, extras, bool(parts))
+    found = host.backward((q, k, v, o, lse), grads, made, extras, bool(parts))[:5]
     return [o, lse, *(x for x in found if x is not None)]
 
 
@@ -489,7 +516,7 @@ def repeatable(case: Case, device: str, configs: Any) -> bool:
     terms = case.reach is not None or case.slopes or case.softcap
     if terms or case.dropout_p or (case.scale or 1.0) < 0:
         return True
-    if case.lengths or case.row_at:
+    if case.lengths or case.row_at or case.sink:
         return repeatable_by_rows(case, device, configs)
     q, k, v, do, _ = tensors(case, device)
     inputs = [in_memory_order(x, case.order).requires_grad_() for x in (q, k, v)]
@@ -519,7 +546,7 @@ def repeatable_by_rows(case: Case, device: str, configs: Any) -> bool:
     )
     for dtype in (torch.int64, torch.int32, torch.int64):
         extras = row_extras(case, device)
-        rows = [None if x is None else x.to(dtype) for x in (extras.lengths, extras.at)]
+        rows = [*(None if x is None else x.to(dtype) for x in (extras.lengths, extras.at)), extras.sink]
         if not all(torch.equal(expected, prepared(q, k, v, *rows)) for _ in range(2)):
             return False
     return True

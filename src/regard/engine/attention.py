@@ -22,6 +22,7 @@ _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes, compat.autocast_active
 _prepared, _higher = PREPARED.get, compat.higher_derivatives
 INTEGERS = torch.int32, torch.int64
+TENSORS = Tensor, torch.nn.Parameter
 
 Patterns = Pattern | Sequence[Pattern] | Tensor | None
 
@@ -64,14 +65,14 @@ def attention(
     """
     if foreign:
         raise not_an_argument(foreign)
-    rows = _row_extras(q, lengths, at)
+    rows = _row_extras(q, lengths, at, sink_logits)
     if rows is None or type(pattern) is Tensor:
         pattern, lengths, at = simplified(q, k, pattern, lengths, at)
-        rows = _row_extras(q, lengths, at)
-    plain = bias is softcap is sink_logits is None and not dropout_p and not return_lse and ties == "share"
-    key = None if rows is None or not plain else _key(q, k, v, pattern, scale, backend, rows)
+        rows = _row_extras(q, lengths, at, sink_logits)
+    direct_kind = bias is None and not dropout_p and not return_lse and ties == "share"
+    key = None if rows is None or not direct_kind else _key(q, k, v, pattern, (scale, softcap), backend, rows)
     if key is not None and (direct := _prepared(key)) is not None:
-        return direct(q, k, v, lengths, at) if rows else direct(q, k, v)
+        return direct(q, k, v, lengths, at, sink_logits) if rows else direct(q, k, v)
     call, front = _checked(
         q, k, v, pattern, lengths=lengths, bias=bias, scale=scale, softcap=softcap, sink_logits=sink_logits,
         ties=ties, dropout_p=dropout_p, at=at, return_lse=return_lse,
@@ -171,23 +172,29 @@ def _pattern_and_table(given: Pattern | Tensor | Sequence | None) -> tuple[Patte
     return full(), given
 
 
-def _row_extras(q: Tensor, lengths: Any, at: Any) -> tuple | None:
-    """Shapes and dtypes of lengths and offsets that are on the GPU; None where their values must be read first."""
-    if lengths is None and at is None:
+def _row_extras(q: Tensor, lengths: Any, at: Any, sink: Any = None) -> tuple | None:
+    """Shapes and dtypes of lengths, offsets and sinks that are on the GPU, and whether sinks are learned; None where
+    values must be read first, or a tensor is of another kind."""
+    if lengths is at is sink is None:
         return ()
     for x in (lengths, at):
         on_gpu = x is None or (type(x) is Tensor and x.is_cuda and x.is_contiguous())
         if not on_gpu or (x is not None and (x.dtype not in INTEGERS or x.device != q.device)):
             return None
-    return tuple(None if x is None else (x.shape, x.dtype) for x in (lengths, at))
+    if sink is None:
+        return tuple(None if x is None else (x.shape, x.dtype) for x in (lengths, at))
+    if type(sink) not in TENSORS or not sink.is_cuda or sink.device != q.device:
+        return None
+    kinds = (None if x is None else (x.shape, x.dtype) for x in (lengths, at, sink))
+    return *kinds, sink.requires_grad and _grad_enabled()
 
 
 def _key(
-    q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: object, backend: str, rows: tuple = ()
+    q: Tensor, k: Tensor, v: Tensor, pattern: object, factors: tuple, backend: str, rows: tuple = ()
 ) -> tuple | None:
     """The cache key of a call with only these arguments; None if the contents of a tensor decide how it runs, or if a
-    compiler, a transform or a dispatch mode must see PyTorch's operations."""
-    if _compiling() or type(q) is not Tensor or type(scale) is bool:
+    compiler, a transform or a dispatch mode must see PyTorch's operations. factors: scale and softcap."""
+    if _compiling() or type(q) is not Tensor or not all(map(_is_number, factors)):
         return None
     if _transforms() or _modes() or _autocast() or _higher():
         return None
@@ -195,14 +202,17 @@ def _key(
     if text is None:
         return None
     try:
-        hash(scale)
         grad = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         return (
-            text, scale, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            text, *factors, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             type(k), type(v), backend, *rows,
         )  # fmt: skip
     except (AttributeError, TypeError, RuntimeError):
         return None  # not dense tensors, or scale not a number: `require_tensors` says so
+
+
+def _is_number(x: object) -> bool:
+    return x is None or (isinstance(x, int | float) and type(x) is not bool)
 
 
 def _autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:

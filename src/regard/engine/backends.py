@@ -111,7 +111,7 @@ def _without_sizes(f: CallFacts) -> Backend:
     only PyTorch's own operations: it has no rules for others, and would take their forward derivatives for 0."""
     if f.hard or f.higher:
         return TABLE["reference"]
-    if f.unmasked and not f.return_lse and not stores_scores(f):
+    if f.unmasked and not f.needs_lse and not stores_scores(f):
         return TABLE["sdpa"]
     dropped = f.dropout_p > 0 and f.bias != "distance"
     tiles = () if f.pattern.has_data or dropped else ("tiles",)  # a graph does not know the ids of documents
@@ -119,7 +119,7 @@ def _without_sizes(f: CallFacts) -> Backend:
     for name in () if compat.transforms_active() else {"cpu": tiles, "cuda": kernels}.get(f.device_type, ()):
         if not _refusal(TABLE[name], f):
             return TABLE[name]
-    return TABLE["reference" if f.return_lse or f.softcap is not None else "sdpa"]
+    return TABLE["reference" if f.needs_lse or f.softcap is not None else "sdpa"]
 
 
 # Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls without further arguments, by the key

@@ -100,9 +100,9 @@ class Call:
         return (keys >= lengths[:, :1]) & (keys < lengths[:, 1:])
 
     def row_extras(self) -> tuple[Tensor | None, ...]:
-        """Lengths and offsets by batch row, where there are any."""
+        """Lengths and offsets by batch row and the sinks of heads, where there are any."""
         at = self.at if isinstance(self.at, Tensor) else None
-        return () if self.lengths is None and at is None else (self.lengths, at)
+        return () if self.lengths is at is self.sink_logits is None else (self.lengths, at, self.sink_logits)
 
     def hide(self) -> "Call":
         """Zeros in hidden keys and values: 0 · NaN is NaN, so a mask alone would not remove their effect."""
@@ -145,6 +145,7 @@ class Extras(NamedTuple):
     seed: int = NO_SEED
     at: Int[Tensor, " b"] | None = None  # of one query, its position in each batch row
     ids: Int[Tensor, "*b m"] | None = None  # of packed documents
+    sink: Float[Tensor, " h"] | None = None  # forward: sink_logits, to be joined
 
     @property
     def bias(self) -> ByDistance | None:
@@ -177,7 +178,8 @@ class CallFacts:
     softcap: float | None = None
     dropout_p: float = 0.0
     return_lse: bool = False
-    grad: bool = False
+    sink_logits: bool = False
+    grad: bool = False  # of q, k, v or the sink
     observed: bool = False  # a compiler, transform, dispatch mode or tensor subclass must see the operations
     higher: bool = False  # forward-mode derivatives, or a gradient of a gradient by torch.func
 
@@ -243,9 +245,14 @@ class CallFacts:
     @property
     def only_pattern(self) -> bool:
         """Whether the call is three tensors and a pattern without tensors, and nothing else."""
-        extras = self.table or self.lengths or self.bias != "none" or self.dropout_p or self.return_lse
+        extras = self.table or self.lengths or self.bias != "none" or self.dropout_p or self.needs_lse
         offset = self.row_offsets or self.at is not None
         return not (extras or offset or self.hard or self.softcap is not None or self.pattern.text is None)
+
+    @property
+    def needs_lse(self) -> bool:
+        """Whether the log-sum-exp is a result, or joins a sink."""
+        return self.return_lse or self.sink_logits
 
     @property
     def data_rows(self) -> int:
@@ -281,8 +288,9 @@ def facts_of(call: Call) -> CallFacts:
         scale=call.scale,
         softcap=call.softcap,
         dropout_p=call.dropout_p,
-        return_lse=call.return_lse or call.sink_logits is not None,  # a sink is joined by its log-sum-exp
-        grad=needs_grad(call.q, call.k, call.v),
+        return_lse=call.return_lse,
+        sink_logits=call.sink_logits is not None,
+        grad=needs_grad(call.q, call.k, call.v, call.sink_logits),
         observed=not eager(call.q, call.k, call.v),
         higher=compat.higher_derivatives(),
     )
@@ -293,7 +301,7 @@ class Prepared:
     """A call of one backend, ready to run: what depends on shapes alone is computed now, or at the first call.
 
     A call of nothing but tensors and a pattern has `build`, which makes the function (q, k, v) → o; with lengths and
-    offsets by batch row, (q, k, v, lengths, at) → o. Others have `run`, which takes the whole call.
+    offsets by batch row or a sink, (q, k, v, lengths, at, sink) → o. Others have `run`, which takes the whole call.
     """
 
     backend: str

@@ -107,8 +107,6 @@ def _explain(facts: CallFacts, backend: str) -> Explanation:
 def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -> CallFacts:
     """The facts of a call by its sizes."""
     known = [field.name for field in fields(CallFacts)][3:]
-    if options.pop("sink_logits", False):  # a sink is joined by its log-sum-exp
-        options["return_lse"] = True
     for name in options:
         if name not in known:
             raise SpecError(f"explain() has no argument {name!r}; {nearest(name, known)}")

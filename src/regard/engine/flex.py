@@ -52,7 +52,7 @@ class Flex:
             (not on_cpu and f.n < MIN_QUERIES,
              f"FlexAttention has no kernel for every n below {MIN_QUERIES}, here {f.n}"),
             (on_cpu and f.grad, "on the CPU FlexAttention has no backward, which torch.no_grad() avoids"),
-            (on_cpu and f.return_lse, "on the CPU FlexAttention gives no log-sum-exp"),
+            (on_cpu and f.needs_lse, "on the CPU FlexAttention gives no log-sum-exp"),
         )  # fmt: skip
         return next((reason for holds, reason in reasons if holds), None)
 

@@ -36,7 +36,10 @@ GPU_PAIR = 5e-13
 # Without a mask, per pair that is computed: heads of 128 (bench/gpu_peers.py); forward, and with backward.
 GPU_DENSE, GPU_DENSE_GRAD = 9e-13, 3.4e-12
 GPU_MASKED, GPU_MASKED_GRAD = 2.0 * GPU_PAIR, 7.0 * GPU_PAIR
+# In 16 bits: 1.6 and 1.7 ps forward, 4.9 and 6.0 with backward (heads of 64 and 128; bench/gpu_terms.py, lengths).
+GPU_MASKED_16, GPU_MASKED_16_GRAD = 3.0 * GPU_PAIR, 9.6 * GPU_PAIR
 GPU_CALL, GPU_CALL_GRAD = 25e-6, 40e-6
+GPU_LENGTHS = 100e-6  # to hide keys and make their mask, a dozen operations; by estimate
 GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
 # Where every score is stored: 6 accesses of 4 bytes each forward, 15 with backward, at 4.8 TB/s.
 GPU_STORED, GPU_STORED_GRAD = 10.0 * GPU_PAIR, 25.0 * GPU_PAIR
@@ -56,7 +59,7 @@ class Sdpa:
             return "scale=inf has no softmax"
         if f.softcap is not None:
             return "it has no softcap"
-        return "it gives no log-sum-exp" if f.return_lse else None
+        return "it gives no log-sum-exp" if f.needs_lse else None
 
     def estimate(self, f: CallFacts) -> float:
         """The time of a call that computes every pair, or without a mask every past one."""
@@ -75,6 +78,9 @@ class Sdpa:
             past_only = isinstance(f.pattern, causal) and f.n > 1
             return f.pairs * (GPU_DENSE_GRAD if f.grad else GPU_DENSE) * (0.5 if past_only else 1.0)
         pair, call = (GPU_MASKED_GRAD, GPU_CALL_GRAD) if f.grad else (GPU_MASKED, GPU_CALL)
+        if f.dtype.itemsize == 2:
+            pair = GPU_MASKED_16_GRAD if f.grad else GPU_MASKED_16
+        call += GPU_LENGTHS if f.lengths else 0.0
         if f.bias == "distance":
             pair, call = pair + GPU_GATHER, call + GPU_GATHER_CALL
         return f.pairs * pair + call

@@ -68,9 +68,9 @@ def launches_of(which, pattern, d, n=8192):
 
 
 POINTERS = {  # of 16-bit numbers (h), float32 (f) and int32 (i)
-    "hopper_forward": "hhhhfffiiii",  # q k v o lse part_o part_lse, chunks blocks slots masks
-    "hopper_dq": "hhhhhffffhfiiii",  # q k v o do lse dlse lse2 delta dq part, chunks blocks slots masks
-    "hopper_dkv": "hhhhffhhfiiii",  # q k v do lse2 delta dk dv part, chunks blocks slots masks
+    "hopper_forward": "hhhhfffifiiii",  # q k v o lse part_o part_lse lengths sink, chunks blocks slots masks
+    "hopper_dq": "hhhhhffffhfiiiii",  # q k v o do lse dlse lse2 delta dq part lengths, chunks blocks slots masks
+    "hopper_dkv": "hhhhffhhfiiiii",  # q k v do lse2 delta dk dv part lengths, chunks blocks slots masks
 }
 
 
@@ -310,7 +310,7 @@ def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern,
     if (
         "adds" in launches
     ):  # for each of two heads of 8192 keys, 128 in two tiles that every query may attend to
-        numbers = dict(zip(made[1].kernel.arg_names[13:], made[1].numbers))
+        numbers = dict(zip(made[1].kernel.arg_names[len(POINTERS["hopper_dkv"]) :], made[1].numbers))
         assert [numbers[x] for x in ("joins", "of_heads", "m", "all_heads", "n")] == [2, 2, 8192, 1, 16384]
         assert made[1].sizes["S"].adds is None
 

@@ -170,9 +170,9 @@ def prepared(monkeypatch):
         with torch.enable_grad():
             return torch.autograd.grad(formula(*inputs)[0], inputs, do)
 
-    def from_saved(saved, grads, task):
+    def from_saved(saved, grads, task, extras):
         q, k, v, o, lse = saved
-        return gradients((q, k, v, o, grads[0], lse))
+        return *gradients((q, k, v, o, grads[0], lse)), None, None, None
 
     monkeypatch.setattr(host, "forward", formula)
     monkeypatch.setattr(host, "prepared_forward", lambda call: formula)
@@ -194,15 +194,18 @@ def test_a_prepared_call_has_gradients_and_double_backward(prepared):
     assert k.grad is not None and q.grad is None and v.grad is None
 
 
-def test_sink_logits_and_lengths_have_gradients_and_double_backward(monkeypatch):
+@pytest.mark.parametrize("gives_delta", [True, False])
+def test_sink_logits_and_lengths_have_gradients_and_double_backward(monkeypatch, gives_delta):
     """With formulas in place of the kernels, the backward one by the saved lse: what is left is autograd's."""
     from regard.engine import reference_backend
     from regard.engine.call import NO_SEED, Call, Options
-    from regard.engine.cuda import backend
+    from regard.engine.cuda import backend, host
+    from regard.engine.cuda.host import join_sink
 
     def formula(qkv, extras, options):
         with torch.no_grad():
-            return reference_backend.attend(Call(*qkv, PATTERN, None, extras[2], scale=0.3, at=(0, 1)))
+            found = reference_backend.attend(Call(*qkv, PATTERN, None, extras[2], scale=0.3, at=(0, 1)))
+            return join_sink(*found, extras.sink)
 
     def gradients(grads, saved, extras, *rest):
         q, k, v, o, lse = saved
@@ -213,19 +216,43 @@ def test_sink_logits_and_lengths_have_gradients_and_double_backward(monkeypatch)
         allowed = PATTERN.allowed(5) & visible[:, None, None]
         weights = (0.3 * q @ k.mT - lse[..., None]).exp().masked_fill(~allowed, 0.0)
         ds = 0.3 * weights * (do @ v.mT - delta[..., None])
-        return ds @ k, ds.mT @ q, weights.mT @ do, None, None
+        return ds @ k, ds.mT @ q, weights.mT @ do, None, None, delta if gives_delta else None
+
+    def prepared_gradients(tensors, dlse, extras):
+        q, k, v, o, do, lse = tensors
+        *grads, _, _, delta = gradients((do, dlse), (q, k, v, o, lse), extras)
+        return grads if delta is None else (*grads, delta)
 
     monkeypatch.setattr(backend, "forward", formula)
     monkeypatch.setattr(backend, "backward", gradients)
+    monkeypatch.setattr(host, "forward", lambda q, k, v, task, extras: formula((q, k, v), extras, None))
+    monkeypatch.setattr(host, "backward", lambda saved, grads, task, extras: gradients(grads, saved, extras))
+    monkeypatch.setattr(
+        host, "prepared_forward", lambda c: lambda q, k, v, *x: formula((q, k, v), x[0], None)
+    )
+    monkeypatch.setattr(host, "prepared_backward", lambda call: prepared_gradients)
     limits, options = torch.tensor([[1, 4]]), Options(PATTERN, 0, 1, 0.3)
     sink = torch.tensor([0.4, -1.3], dtype=torch.float64, requires_grad=True)
+    repeated = host.PreparedAttention(replace(task(), pattern=PATTERN, scale=0.3), True)
 
     def attend(q, k, v, sink):
         return backend._Attend.apply(q, k, v, None, None, limits, sink, NO_SEED, options)
 
-    assert gradcheck(attend, (*qkv(), sink)) and gradgradcheck(attend, (*qkv(), sink))
+    def attend_prepared(q, k, v, sink):
+        return repeated(q, k, v, limits, None, sink)
+
+    for one in (attend, attend_prepared, attend_prepared):  # the last one with launches that are cached
+        assert gradcheck(one, (*qkv(), sink)) and gradgradcheck(one, (*qkv(), sink))
     o, _ = attend(*qkv(), sink)
     assert bool((o[:, :, 0] == 0.0).all())  # the first query has no key that is not padding
+    inputs = qkv()
+    for of_sink in (sink.detach(), sink):  # without and with a gradient of the sink, the others are the same
+        found = torch.autograd.grad(attend_prepared(*inputs, of_sink).sum(), inputs)
+        expected = torch.autograd.grad(attend(*inputs, sink)[0].sum(), inputs)
+        assert all(map(torch.allclose, found, expected))
+    q, k, v = (x.detach() for x in qkv())
+    (alone,) = torch.autograd.grad(attend_prepared(q, k, v, sink).sum(), sink)
+    assert torch.allclose(alone, torch.autograd.grad(attend(q, k, v, sink)[0].sum(), sink)[0])
 
 
 def test_an_input_that_was_changed_in_between_is_an_error(prepared):

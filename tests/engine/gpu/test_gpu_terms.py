@@ -146,6 +146,125 @@ def test_random_compositions(seed):
         check(q, k, v, options, backend, f"seed {seed}, {backend}, {q.dtype}, {options}")
 
 
+# Softcap, sinks and lengths in the kernels for Hopper.
+
+LINES = rg.window(100) | rg.every(64)  # blocks of two progressions
+SEVERAL = rg.causal() & (rg.window(64) | rg.dilated(64, 8))  # passes that continue from one another
+MIXED = rg.window(64) | rg.rows(64)  # tiles of global rows, which programs share
+TERM_PATTERNS = {
+    "dense": rg.full(),
+    "causal": rg.causal(),
+    "window": rg.causal() & rg.window(70),
+    "lines": LINES,
+    "several passes": SEVERAL,
+    "global rows": MIXED,
+    "empty rows": rg.window(40) & ~rg.rows(3) & rg.sinks(500),
+    "grid": rg.neighborhood((35, 20), 7),
+}
+TERMS = {
+    "softcap": {"softcap": 5.0},
+    "sink": {"sink_logits": "randn"},
+    "lengths": {"lengths": [700, 0, 131]},
+    "left padding": {"lengths": [[0, 700], [650, 700], [77, 500]]},
+    "all": {"softcap": 30.0, "sink_logits": "randn", "lengths": [[3, 700], [0, 64], [600, 690]]},
+}
+
+
+def term_options(name, pattern, h):
+    options = {"pattern": pattern} | TERMS[name]
+    if "sink_logits" in options:
+        options["sink_logits"] = 2 * torch.randn(
+            h, device="cuda", generator=torch.Generator("cuda").manual_seed(7)
+        )
+    if "lengths" in options:
+        options["lengths"] = torch.tensor(options["lengths"], device="cuda")
+    return options
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="not a Hopper GPU"
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("name", TERM_PATTERNS)
+def test_terms_run_on_the_kernels_for_hopper(name, term):
+    pattern = TERM_PATTERNS[name]
+    for d, h_kv, dtype in ((64, 4, torch.bfloat16), (128, 2, torch.float16), (80, 1, torch.bfloat16)):
+        q, k, v = qkv(3, 4, h_kv, 700, 700, d, dtype)
+        options = term_options(term, pattern, 4)
+        explained = rg.explain(q.requires_grad_(), k, v, **options, backend="triton")
+        assert explained.variant.startswith("Hopper"), explained
+        check(q, k, v, options, "triton", f"{name}, {term}, {d}, {dtype}")
+
+
+@on_hopper
+@pytest.mark.parametrize("term", TERMS)
+def test_terms_of_wide_heads_offsets_and_heads_inside(term):
+    q, k, v = qkv(3, 2, 2, 700, 700, 256, torch.bfloat16)
+    check(q, k, v, term_options(term, rg.causal() & rg.window(200), 2), "triton", f"{term}, heads of 256")
+    q, k, v = qkv(3, 4, 2, 300, 700, 128, torch.bfloat16)
+    check(q, k, v, term_options(term, SEVERAL, 4) | {"at": 250}, "triton", f"{term}, offset")
+    q, k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(3, 4, 2, 700, 700, 64, torch.bfloat16)
+    )
+    check(q, k, v, term_options(term, rg.causal(), 4), "triton", f"{term}, heads inside")
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["causal", "lines", "several passes", "global rows", "empty rows"])
+def test_gradients_of_sinks_and_of_the_log_sum_exp_are_the_formulas(name):
+    """The kernels give delta where one pass has every row; elsewhere it is computed beside them."""
+    for term in ("sink", "all"):
+        q, k, v = qkv(3, 4, 2, 700, 700, 64, torch.bfloat16)
+        options = term_options(term, TERM_PATTERNS[name], 4)
+        do, dlse = torch.randn_like(q), torch.randn(3, 4, 700, device="cuda")
+        found = {}
+        for kind, backend, dtype in (("fast", "triton", None), ("exact", "reference", f64)):
+            inputs = [x.detach().to(dtype or x.dtype).requires_grad_() for x in (q, k, v)]
+            sink = options["sink_logits"].detach().to(dtype or torch.float32).requires_grad_()
+            o, lse = rg.attention(
+                *inputs, **(options | {"sink_logits": sink}), return_lse=True, backend=backend
+            )
+            there = ~lse.isinf()
+            loss = (o * do.to(o.dtype)).sum() + torch.where(there, lse, 0.0).mul(dlse).sum()
+            found[kind] = [lse, *torch.autograd.grad(loss, [*inputs, sink])]
+        for of, fast, exact in zip(("lse", "dq", "dk", "dv", "dsink"), *found.values()):
+            fast, exact = fast.to(f64), exact.to(f64)
+            assert torch.equal(fast.isinf(), exact.isinf()), f"{name}, {term}, {of}"
+            apart = (fast - exact).nan_to_num(0.0).norm() / exact.nan_to_num(0.0, 0.0, 0.0).norm()
+            assert apart < 1e-2, f"{name}, {term}, {of}: {apart:.1e}"
+
+
+@on_hopper
+def test_hidden_keys_may_hold_anything():
+    q, k, v = qkv(3, 4, 2, 700, 700, 128, torch.bfloat16)
+    lengths = torch.tensor([[10, 600], [0, 64], [333, 334]], device="cuda")
+    for pattern in (rg.causal(), LINES, SEVERAL, rg.neighborhood((35, 20), 7)):
+        found = []
+        for junk in (0.0, torch.nan, torch.inf):
+            j = torch.arange(700, device="cuda")
+            hidden = ((j < lengths[:, :1]) | (j >= lengths[:, 1:]))[:, None, :, None]
+            inputs = [q, *(x.masked_fill(hidden, junk) for x in (k, v))]
+            attend = lambda *x, p=pattern: rg.attention(*x, p, lengths=lengths, backend="triton")  # noqa: E731
+            found.append(with_gradients(attend, inputs, torch.ones_like(q)))
+        for other in found[1:]:
+            assert all(map(torch.equal, found[0], other)), f"{pattern!r}"
+
+
+@on_hopper
+def test_sinks_of_minus_infinity_and_a_high_softcap_change_nothing():
+    q, k, v = qkv(2, 4, 2, 700, 700, 128, torch.bfloat16)
+    pattern = rg.causal() & rg.window(90)
+    plain = rg.attention(q, k, v, pattern, backend="triton")
+    none = torch.full((4,), -torch.inf, device="cuda")
+    assert torch.equal(rg.attention(q, k, v, pattern, sink_logits=none, backend="triton"), plain)
+    for softcap in (1000.0, 1e6):  # by the kernels for Hopper, and by the general ones
+        capped = rg.attention(q, k, v, pattern, softcap=softcap, backend="triton")
+        assert (capped - plain).abs().max() <= 2e-2 * plain.abs().max()
+
+
 # FlashAttention-4's kernels, where its package is installed.
 
 needs_flash4 = pytest.mark.skipif(flash4.version() is None, reason="flash-attn-4 is not installed")

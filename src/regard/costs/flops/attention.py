@@ -85,7 +85,7 @@ def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) 
         sizes.kv_heads, request.compute_dtype, request.device, at=0 if cross and n > m else None, bias=bias,
         bias_grad=train and bias != "none", scale=spec.factor if is_hard(spec) else None,
         softcap=None if spec.softcap is None else float(spec.softcap), dropout_p=spec.dropout if train else 0.0,
-        return_lse=spec.sink_logits, grad=train,
+        sink_logits=spec.sink_logits, grad=train,
     )  # fmt: skip
     choice = choose(facts, request.backend)
     needed, computed, rows = pattern.count(n, m, facts.offset), choice.computed(), n

@@ -69,7 +69,7 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
 
 def _facts(trace: Any, call: Call) -> CallFacts:
     """Those of the same call on real tensors; where it would read values that are unknown, of an observed one."""
-    facts, extras = facts_of(call), [x for x in call.row_extras() if x is not None]
+    facts, extras = facts_of(call), [x for x in call.row_extras()[:2] if x is not None]
     known = all(trace.value_of(x) is x for x in call.pattern.tensors())
     known = known and all(trace.value_of(x) is not None for x in extras)
     return replace(facts, device="cpu", observed=False) if known else facts

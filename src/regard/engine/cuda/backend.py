@@ -55,15 +55,19 @@ class Triton:
         computed = f.flat_heads * _computed(f)
         if not f.grad:
             return computed * PAIR + f.flat_heads * f.n * QUERY + CALL
-        call = CALL_GRAD if f.only_pattern else CALL_TERMS_GRAD
+        call = CALL_GRAD if _is_direct(f) else CALL_TERMS_GRAD
         return computed * PAIR_GRAD + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else call)
 
     def prepare(self, f: CallFacts) -> Prepared:
-        without_rows = replace(f, lengths=False, left_padding=False, row_offsets=False)
-        direct = f.only_pattern or (without_rows.only_pattern and not f.grad)
-        build = (lambda: _prepared_launches(f)) if direct and not f.observed else None
+        build = (lambda: _prepared_launches(f)) if _is_direct(f) and not f.observed else None
         made = variant(f), lambda: _visited(f), lambda call: _run(call, f), build
         return Prepared(self.name, *made, joins_sink=not f.observed)
+
+
+def _is_direct(f: CallFacts) -> bool:
+    """Whether nothing but numbers and the tensors of `Call.row_extras` is given beside q, k, v and the pattern."""
+    rest = replace(f, lengths=False, left_padding=False, row_offsets=False, sink_logits=False, softcap=None)
+    return rest.only_pattern
 
 
 def _computed(f: CallFacts) -> int:
@@ -102,39 +106,36 @@ def variant(f: CallFacts) -> str:
 
 
 def _backward_in_one_launch(f: CallFacts) -> bool:
-    return not _terms(f) and one_launch(f.n, f.m, f.flat_heads, max(f.d_k, f.d_v))
-
-
-def _terms(f: CallFacts) -> bool:
-    """Whether the call has terms that only the general kernels support."""
-    return f.lengths or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
+    terms = f.lengths or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
+    return not terms and one_launch(f.n, f.m, f.flat_heads, max(f.d_k, f.d_v))
 
 
 def _hopper_passes(f: CallFacts) -> tuple[Any, ...]:
     """The passes of the Hopper forward kernel; none if another kernel runs the call."""
-    if f.device_type != "cuda" or not torch.cuda.is_available() or _terms(f):
+    if f.device_type != "cuda" or not torch.cuda.is_available() or f.bias != "none" or f.dropout_p:
         return ()
     from .launches import takes_hopper
 
     layouts = tuple(contiguous(*x.shape) for x in f.like())
-    call = CallLayout(_plain_task(f), layouts, f.dtype, torch.device(f.device))
+    of_rows = f.lengths + f.left_padding
+    call = CallLayout(_task_of(f), layouts, f.dtype, torch.device(f.device), of_rows)
     if not takes_hopper(call):
         return ()
-    from .hopper.launches import hopper_passes  # it imports Gluon
+    from .hopper.launches import config_of, hopper_passes  # it imports Gluon
 
-    config: Any = call.task.configs.hopper_forward
-    return hopper_passes(call, config, False).steps
+    return hopper_passes(call, config_of(call, "hopper_forward"), False).steps
 
 
-def _plain_task(f: CallFacts) -> Task:
+def _task_of(f: CallFacts) -> Task:
+    """Of a call without bias and dropout."""
     q, _, v = f.like()
-    return task(q, v, Options(f.pattern, *f.offset, f.factor))
+    return task(q, v, Options(f.pattern, *f.offset, f.factor, softcap=f.softcap))
 
 
 def _prepared_launches(f: CallFacts) -> Callable[..., Tensor]:
     from .host import PreparedAttention
 
-    return PreparedAttention(_plain_task(f), f.grad)
+    return PreparedAttention(_task_of(f), f.grad)
 
 
 def _run(call: Call, f: CallFacts) -> Outputs:
@@ -148,17 +149,7 @@ def _run(call: Call, f: CallFacts) -> Outputs:
     if f.grad or f.bias_grad or needs_grad(call.sink_logits):
         return _Attend.apply(*tensors, seed, options)
     at = call.at if isinstance(call.at, Tensor) else None
-    extras = Extras(table, slopes, call.lengths, seed, at)
-    return _join_sink(*forward(tensors[:3], extras, options), call.sink_logits)
-
-
-def _join_sink(o: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As merge_sink, in place."""
-    if sink is None:
-        return o, lse
-    logits = sink.to(lse.dtype)[:, None]
-    share = torch.sigmoid(lse - logits).masked_fill_(lse == -torch.inf, 0.0)  # −∞ − (−∞) would be NaN
-    return o.mul_(share[..., None]), torch.logaddexp(lse, logits)
+    return forward(tensors[:3], Extras(table, slopes, call.lengths, seed, at, sink=call.sink_logits), options)
 
 
 class _Attend(torch.autograd.Function):
@@ -170,8 +161,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *given):
         *tensors, seed, options = given
-        extras = Extras(tensors[3], tensors[4], tensors[5], seed)
-        o, lse = _join_sink(*forward(tensors[:3], extras, options), tensors[6])
+        q, k, v, table, slopes, lengths, sink = tensors
+        o, lse = forward((q, k, v), Extras(table, slopes, lengths, seed, sink=sink), options)
         ctx.save_for_backward(*tensors, o, lse)
         ctx.seed, ctx.options = seed, options
         ctx.set_materialize_grads(False)
@@ -194,13 +185,16 @@ class _Attend(torch.autograd.Function):
             dq, dk, dv, *rest = reference_backend.gradients((grad, grad_lse), call)
             return dq, dk, dv, None, None, None, *(rest or [None]), None, None
         of_bias, of_sink = ctx.needs_input_grad[3] or ctx.needs_input_grad[4], None
-        if ctx.needs_input_grad[6]:
-            delta = 0.0 if grad is None else (grad * o).sum(-1, dtype=lse.dtype)
-            delta = delta if grad_lse is None else delta - grad_lse
-            weights = (sink.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, -torch.inf).exp_()
-            of_sink = -(weights * delta).sum((0, 2)).to(sink.dtype)
-        extras = Extras(table, slopes, lengths, ctx.seed)
-        gradients = backward((grad, grad_lse), (q, k, v, o, lse), extras, ctx.options, of_bias)
+        learned = sink if ctx.needs_input_grad[6] else None
+        extras = Extras(table, slopes, lengths, ctx.seed, sink=learned)
+        *gradients, delta = backward((grad, grad_lse), (q, k, v, o, lse), extras, ctx.options, of_bias)
+        if learned is not None:
+            from .host import sink_gradient
+
+            if delta is None:
+                delta = torch.zeros_like(lse) if grad is None else (grad * o).sum(-1, dtype=lse.dtype)
+                delta = delta if grad_lse is None else delta - grad_lse
+            of_sink = sink_gradient(learned, lse, delta)
         return *gradients, None, of_sink, None, None
 
 
@@ -215,7 +209,8 @@ def forward(qkv: Sequence[Tensor], extras: Extras, options: Options) -> tuple[Te
 def backward(
     grads: tuple[Tensor | None, Tensor | None], saved: Any, extras: Extras, options: Options, of_bias: bool
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, table and slopes; of the last two only if `of_bias`. saved: q, k, v, o, lse."""
+    """The gradients of q, k, v, table and slopes, of the last two only if `of_bias`; and delta, as host.backward has
+    it. saved: q, k, v, o, lse."""
     from . import host
 
     q, _, v, o, _ = saved

@@ -48,9 +48,9 @@ class Configs:
     one_launch: Config | None = None  # of a backward pass by one launch; None: it takes several
 
     def without_caps(self) -> "Configs":
-        """For calls with a bias, a softcap or dropout: their kernels would spill registers under a cap."""
+        """For calls with a bias, a softcap or dropout: their general kernels would spill registers under a cap."""
         forward, dq, dkv = (replace(x, registers=None) for x in (self.forward, self.dq, self.dkv))
-        return Configs(forward, dq, dkv)
+        return replace(self, forward=forward, dq=dq, dkv=dkv, one_launch=None)
 
 
 HALF = {  # by the larger of the two padded widths
@@ -93,16 +93,20 @@ PLAIN = Extras()
 
 def on_device(given: Extras, device: torch.device) -> Extras:
     """The inputs as the kernels read them: contiguous, on this device, the bias in float32 and base 2."""
-    if given.table is given.slopes is given.lengths is given.at is None:  # `==` of a tensor takes 20 µs
+    absent = given.table is given.slopes is given.lengths is given.at is None  # `==` of a tensor takes 20 µs
+    if absent and (given.sink is None or given.sink.is_contiguous()):
         return given
     table, slopes = (None if x is None else x.detach().float().mul(LOG2E).contiguous() for x in given[:2])
-    return Extras(table, slopes, _integers(given.lengths, device), given.seed, _integers(given.at, device))
+    lengths, at = _integers(given.lengths, device), _integers(given.at, device)
+    sink = None if given.sink is None else given.sink.contiguous()
+    return Extras(table, slopes, lengths, given.seed, at, sink=sink)
 
 
-def kinds_of_rows(given: Extras) -> tuple[int, bool, tuple[torch.dtype, ...]]:
-    """`lengths`, `per_row` and `integers` of a CallLayout."""
-    integers = tuple(x.dtype for x in (given.lengths, given.at) if x is not None)
-    return 0 if given.lengths is None else given.lengths.dim(), given.at is not None, integers
+def kinds_of_rows(given: Extras) -> tuple[int, bool, tuple[torch.dtype, ...], bool]:
+    """`lengths`, `per_row`, `dtypes` and `has_sink` of a CallLayout."""
+    dtypes = tuple(x.dtype for x in (given.lengths, given.at, given.sink) if x is not None)
+    lengths = 0 if given.lengths is None else given.lengths.dim()
+    return lengths, given.at is not None, dtypes, given.sink is not None
 
 
 def _integers(x: Tensor | None, device: torch.device) -> Tensor | None:
@@ -115,6 +119,10 @@ def _integers(x: Tensor | None, device: torch.device) -> Tensor | None:
 def base2(scale: float) -> float:
     """The scale of scores in base 2. Never 0, because it multiplies the −∞ of pairs that are not allowed."""
     return max(scale * LOG2E, 1e-30)
+
+
+# The largest softcap of the Hopper kernels: c · tanh(x / c) has an error of 2 · 10⁻⁷ c there, in a score.
+MAX_SOFTCAP = 1024.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +142,21 @@ class Task:
     @property
     def plain(self) -> bool:
         """Neither bias, softcap nor dropout."""
-        terms = self.reach is not None or self.has_slopes or self.softcap is not None
-        return not terms and self.dropout_p == 0
+        return self.fits_hopper and self.softcap is None
+
+    @property
+    def fits_hopper(self) -> bool:
+        """Whether it has no terms that only the general kernels support."""
+        has_bias = self.reach is not None or self.has_slopes
+        return not has_bias and self.dropout_p == 0 and (self.softcap or 0.0) <= MAX_SOFTCAP
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Of the Hopper kernels: the factor of scores in base 2; and that of products in the exponent of a softcap's
+        tanh, 0 without a softcap."""
+        if self.softcap is None:
+            return base2(self.scale), 0.0
+        return base2(self.softcap), 2.0 * LOG2E * self.scale / self.softcap
 
 
 @lru_cache(maxsize=256)
@@ -192,7 +213,7 @@ def exceeds_int32(*layouts: Layout) -> bool:
     return any(x.shape[2] * x.stride[2] >= 2**31 for x in layouts)
 
 
-OPTIONAL_INPUTS = "dlse", "table", "slopes", "lengths", "at"  # in the order of `Extras`, after dlse
+OPTIONAL_INPUTS = "dlse", "table", "slopes", "lengths", "at", "sink"  # in the order of `Extras`, after dlse
 
 
 class CallLayout(NamedTuple):
@@ -204,7 +225,8 @@ class CallLayout(NamedTuple):
     device: torch.device
     lengths: int = 0  # numbers that say which keys of a batch row are hidden: none, the end, or begin and end
     per_row: bool = False  # the position of the query differs by batch row
-    integers: tuple[torch.dtype, ...] = ()  # of lengths and positions
+    dtypes: tuple[torch.dtype, ...] = ()  # of lengths, positions and the sink
+    has_sink: bool = False  # forward: the softmax of each head has a sink, which the kernels may join
     has_dlse: bool = False  # backward: the log-sum-exp has a gradient
     bias_gradient: bool = False  # backward: the bias needs a gradient
 
@@ -231,7 +253,8 @@ class CallLayout(NamedTuple):
     def optional_inputs(self) -> tuple[str, ...]:
         """Which of OPTIONAL_INPUTS this call has."""
         of_bias = self.task.reach is not None, self.task.has_slopes
-        return tuple(compress(OPTIONAL_INPUTS, (self.has_dlse, *of_bias, self.lengths > 0, self.per_row)))
+        of_rows = self.lengths > 0, self.per_row, self.has_sink
+        return tuple(compress(OPTIONAL_INPUTS, (self.has_dlse, *of_bias, *of_rows)))
 
 
 # Pairs of a head up to which the backward pass is one launch, and of all heads, by estimate. It takes the CPU 30 µs,

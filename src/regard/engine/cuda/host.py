@@ -41,7 +41,7 @@ def prepared_forward(call: CallLayout) -> Callable[..., tuple[Tensor, Tensor]]:
     rows = torch.empty(shape[:3], device=device)
     rows.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
     # A kernel that continues from an earlier pass reads lse, so the spare tensor cannot be used.
-    accumulates = passes.joins
+    accumulates, joined = passes.joins, not call.has_sink or launches.joins_sink(call, passes)
 
     def forward(q, k, v, extras, spare_lse=None):
         if covers:
@@ -50,15 +50,17 @@ def prepared_forward(call: CallLayout) -> Callable[..., tuple[Tensor, Tensor]]:
         else:
             o = torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
             lse = torch.full(shape[:3], -torch.inf, device=device)
-        run((q, k, v, o, lse) if plain else (q, k, v, o, lse, *_present(*extras[:3], extras.at)), extras.seed)
-        return o, lse
+        given = () if plain else _present(*extras[:3], extras.at, extras.sink)
+        run((q, k, v, o, lse, *given), extras.seed)
+        return (o, lse) if joined else join_sink(o, lse, extras.sink)
 
     return forward
 
 
 @_once_per_layout
 def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ...]]:
-    """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; also of table and slopes if the bias is learned."""
+    """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; also of table and slopes if the bias is learned; and if the
+    sink is learned, delta (Σ do ∘ o − dlse), if the kernels give it."""
     outputs, program = launches.backward(call)
     run = program.run
     if not call.bias_gradient and not call.optional_inputs:
@@ -72,11 +74,23 @@ def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ..
 
         def backward(tensors, dlse, extras):
             out = outputs(tensors)
-            run((*tensors, *_present(dlse, *extras[:3]), *out), extras.seed)
-            of_bias = launches.bias_gradients(call, out[3:]) if call.bias_gradient else ()
-            return *out[:3], *of_bias
+            run((*tensors, *_present(dlse, *extras[:3], extras.sink), *out), extras.seed)
+            return (*out[:3], *launches.bias_gradients(call, out[3:])) if call.bias_gradient else out
 
     return backward
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """From lse with the sink in it, and delta = Σ do ∘ o − dlse."""
+    weights = (sink.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, -torch.inf).exp_()
+    return -(weights * delta).sum((0, 2)).to(sink.dtype)
+
+
+def join_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """As merge_sink, in place."""
+    logits = sink.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - logits).masked_fill_(lse == -torch.inf, 0.0)  # −∞ − (−∞) would be NaN
+    return o.mul_(share[..., None]), torch.logaddexp(lse, logits)
 
 
 def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -96,11 +110,12 @@ def forward(
     """o and ln Σ exp(scores); zeros and −∞ for a query that has no allowed key.
 
     Keys at and past lengths[b] are hidden, whatever they contain; with two lengths also those before the first.
-    Dropout applies to the weights after the softmax.
+    Dropout applies to the weights after the softmax. A sink is joined.
     """
     if not q.numel() or not k.numel():
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        return q.new_zeros((*q.shape[:3], v.shape[-1])), lse
+        o = q.new_zeros((*q.shape[:3], v.shape[-1]))
+        return (o, lse) if extras.sink is None else join_sink(o, lse, extras.sink)
     d_v = v.shape[-1]
     q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v, _min_value_width(q))
     layouts, extras = (layout(q), layout(k), layout(v)), on_device(extras, q.device)
@@ -117,13 +132,14 @@ def backward(
     extras: Extras = PLAIN,
     bias_gradient: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and, if `bias_gradient`, of table and slopes.
+    """The gradients of q, k, v and, if `bias_gradient`, of table and slopes; and for the gradient of a sink
+    delta = Σ do ∘ o − dlse, which is None if the kernels do not give it.
 
     saved: q, k, v, o, lse. grads: of o, and of lse or None.
     """
     (q, k, v, o, lse), (do, dlse) = saved, grads
     if not q.numel() or not k.numel():
-        return tuple(None if x is None else torch.zeros_like(x) for x in (q, k, v, *extras[:2]))
+        return *(None if x is None else torch.zeros_like(x) for x in (q, k, v, *extras[:2])), None
     d_k, d_v, least = q.shape[-1], v.shape[-1], _min_value_width(q)
     q, k = aligned_rows(q), aligned_rows(k)
     v, o, do = (aligned_rows(x, least) for x in (v, o, do))
@@ -136,8 +152,8 @@ def backward(
         made = run((q, k, v, o, do, lse), dlse, given)
     dq, dk, dv = (_narrowed(x, d) for x, d in zip(made[:3], (d_k, d_k, d_v)))
     if not bias_gradient:
-        return dq, dk, dv, None, None
-    return dq, dk, dv, *map(_like_parameter, made[3:], extras[:2])
+        return dq, dk, dv, None, None, made[3] if len(made) > 3 else None
+    return dq, dk, dv, *map(_like_parameter, made[3:], extras[:2]), None
 
 
 def _narrowed(x: Tensor, d: int) -> Tensor:
@@ -184,9 +200,8 @@ _grad_enabled, _is_capturing = torch.is_grad_enabled, compat.stream_is_capturing
 
 
 class PreparedAttention:
-    """(q, k, v) → o for one task and one shape of each tensor; differentiable if `learns`.
-
-    Without gradients also (q, k, v, lengths, at) → o, where lengths and at are integers per batch row.
+    """(q, k, v) → o for one task and one shape of each tensor; differentiable if `learns`. Also
+    (q, k, v, lengths, at, sink) → o: integers per batch row (`at` without gradients), and a number per head.
     """
 
     def __init__(self, task: Task, learns: bool):
@@ -197,15 +212,16 @@ class PreparedAttention:
         self.stream = -1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Tensor:
+        lengths, at, sink = rows or (None, None, None)
         if self.learns:
-            return _apply(q, k, v, self)
-        extras = on_device(Extras(lengths=rows[0], at=rows[1]), q.device) if rows else PLAIN
-        return self.forward(q, k, v, extras)[0]
+            return _apply(q, k, v, sink, lengths, self)
+        return self.forward(q, k, v, Extras(lengths=lengths, at=at, sink=sink) if rows else PLAIN)[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = PLAIN) -> tuple[Tensor, Tensor, Any]:
         """o, lse, and the key under which the backward pass finds its launches."""
         key: tuple[Any, ...] = self.token, q.stride(), k.stride(), v.stride()
         if extras is not PLAIN:
+            extras = on_device(extras, q.device)
             key = *key, *kinds_of_rows(extras)
         run, token = _find(key, _UNKNOWN)
         aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
@@ -225,16 +241,21 @@ class PreparedAttention:
             self.spare, self.stream = lse, _stream(q)
         return o, lse, token
 
-    def backward(self, token: Any, saved: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of q, k and v. saved: q, k, v, o, lse, with the strides they had forward."""
-        q, k, v, o, lse = saved
-        run = None if token is None else _find((token, do.stride()))
+    def backward(
+        self, token: Any, saved: tuple[Tensor, ...], do: Tensor, extras: Extras = PLAIN
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k and v; and for that of a sink delta, if the kernels give it. saved: q, k, v, o, lse,
+        with the strides they had forward."""
+        (q, k, v, o, lse), key = saved, (token, do.stride(), extras.sink is None)
+        run = None if token is None else _find(key)
         if run is not None and not do.data_ptr() & 15 and _on_current_device(do):
-            return run((q, k, v, o, do, lse), None, PLAIN)
+            return run((q, k, v, o, do, lse), None, extras)
         if token is not None and _readable(q, k, v, o, do):
-            call = CallLayout(self.task, tuple(map(layout, (q, k, v, o, do))), q.dtype, q.device)
-            PREPARED.put((token, do.stride()), prepared_backward(call))
-        return backward((q, k, v, o, lse), (do, None), self.task)[:3]
+            layouts = tuple(map(layout, (q, k, v, o, do)))
+            call = CallLayout(self.task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
+            PREPARED.put(key, prepared_backward(call))
+        *grads, _, _, delta = backward((q, k, v, o, lse), (do, None), self.task, extras)
+        return *grads, *_present(delta)
 
 
 def _stream(x: Tensor) -> int:
@@ -260,20 +281,36 @@ def _readable(*tensors: Tensor) -> bool:
 
 class _Repeated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, attention):
-        o, lse, ctx.token = attention.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, o, lse)
+    def forward(ctx, q, k, v, sink, lengths, attention):
+        extras = PLAIN if sink is lengths is None else Extras(lengths=lengths, sink=sink)
+        o, lse, ctx.token = attention.forward(q, k, v, extras)
+        ctx.save_for_backward(q, k, v, o, lse, sink, lengths)
         ctx.attention = attention
         return o
 
     @staticmethod
     def backward(ctx, grad):
-        saved = ctx.saved_tensors
+        *saved, sink, lengths = ctx.saved_tensors
         if _grad_enabled():  # create_graph=True: these gradients will be differentiated again
             (q, k, v, _, _), task = saved, ctx.attention.task
-            call = Call(q, k, v, task.pattern, scale=task.scale, at=(task.start, task.step))
-            return *gradients((grad, None), call), None
-        return *ctx.attention.backward(ctx.token, saved, grad), None
+            terms = {
+                "scale": task.scale,
+                "softcap": task.softcap,
+                "sink_logits": sink,
+                "at": (task.start, task.step),
+            }
+            found = gradients((grad, None), Call(q, k, v, task.pattern, None, lengths, **terms))
+            return *found, *(None,) * (6 - len(found))
+        if sink is lengths is None:
+            return *ctx.attention.backward(ctx.token, saved, grad), None, None, None
+        learned = sink if ctx.needs_input_grad[3] else None
+        extras = on_device(Extras(lengths=lengths, sink=learned), grad.device)
+        dq, dk, dv, *delta = ctx.attention.backward(ctx.token, saved, grad, extras)
+        if learned is None:
+            return dq, dk, dv, None, None, None
+        o, lse = saved[3:]
+        delta = delta[0] if delta else (grad * o).sum(-1, dtype=lse.dtype)
+        return dq, dk, dv, sink_gradient(sink, lse, delta), None, None
 
 
 _apply = compat.apply_of(_Repeated)

@@ -46,9 +46,9 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
             forward_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides,
             h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
-            S=_static(call, step, config, wide),
+            S=_static(call, step, config, wide)._replace(SINKS=joins_sink(call, route)),
         )  # fmt: skip
-        names = "q", "k", "v", "o", "lse", *PARTS, *TERMS, step.work.items, step.work.blocks
+        names = "q", "k", "v", "o", "lse", *PARTS, *TERMS, "sink", step.work.items, step.work.blocks
         launches += [(attend, names), _merge(o, step.work.joins, config, (task.start, task.step), step)]
     parts = config.tile * max((step.work.slots for step in route.steps), default=0)
     return route, Program(inputs, launches, _parts(b * h * parts, d_v), call.device)
@@ -90,13 +90,13 @@ def decode(call: CallLayout) -> Program | None:
     sizes = static(task.pattern, config, call)._replace(
         SPLIT=pieces > 1, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=exceeds_int32(k, v),
         GROUP=group, runs=runs(task.pattern), RUNS=len(run_formulas(task.pattern) or ()) // 3, PER_ROW=call.per_row,
-        EARLY=early,
+        EARLY=early, SINKS=call.has_sink,
     )  # fmt: skip
     launch = Launch(
         decode_kernel, heads * pieces, config, *q.strides[:2], *k.strides, *v.strides,
         h_kv, heads, m, task.start, pieces, *_numbers(call)[:2], S=sizes,
     )  # fmt: skip
-    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, "lengths", "at"))]
+    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, "lengths", "at", "sink"))]
     if pieces > 1:
         join = torch.tensor([[0, 1, group, 0, pieces, 0, 0, 0]], dtype=torch.int32, device=call.device)
         launches.append(_merge(contiguous(b, h_kv, group, d_v), join, config, (0, 0), early=early))
@@ -292,13 +292,19 @@ def is_hopper(device: torch.device) -> bool:
 def takes_hopper(call: CallLayout) -> bool:
     """Whether the kernels for Hopper support such a call.
 
-    They need 16-bit types, a stored configuration, one head width for all, no bias, softcap, dropout or lengths.
+    They need 16-bit types, a stored configuration, one head width for all, no bias, no dropout.
     """
     d, stored = call.tensors[0].shape[-1], call.task.configs.hopper_forward
-    if call.lengths or not call.task.plain or stored is None or call.dtype.itemsize != 2:
+    if not call.task.fits_hopper or stored is None or call.dtype.itemsize != 2:
         return False
     fit = all(x.shape[-1] == d and x.aligned and not any(s % 8 for s in x.strides) for x in call.tensors)
     return fit and not exceeds_int32(*call.tensors, call.output) and is_hopper(call.device)
+
+
+def joins_sink(call: CallLayout, route: DevicePasses) -> bool:
+    """Whether the forward kernel joins a sink: if one pass writes every row once. (One query has no steps.)"""
+    once = len(route.steps) <= 1 and route.covers and not any(step.work.slots for step in route.steps)
+    return call.has_sink and once
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -307,7 +313,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def hopper_backward(call: CallLayout) -> Backward | None:
-    """Fills dq, dk and dv; None if these kernels cannot run the call."""
+    """Fills dq, dk and dv and, for the gradient of a sink, delta; None if these kernels cannot run the call."""
     if not takes_hopper(call) or call.task.configs.hopper_dq is None:
         return None
     from .hopper.launches import dkv, dq  # it imports Gluon
@@ -316,22 +322,27 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     by_queries, for_queries, of_queries = dq(call)
     by_keys, for_keys, of_keys = dkv(call)
     rows = math.prod(q[:3])
-    workspace = {"lse2": rows, "delta": rows} | of_queries | of_keys
+    gives_delta = call.has_sink and by_queries.covers  # otherwise some rows have none
+    workspace = {"lse2": rows, "delta": 0 if gives_delta else rows} | of_queries | of_keys
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
-    inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
+    inputs = ["q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"]
+    inputs += ["delta"] if gives_delta else []
     launches = for_queries + for_keys if for_queries else []  # without a pass by queries, no pair is allowed
     if by_queries.apart and not by_keys.joins:  # sums in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is sum_kernel)
     counted = of_queries["counters"] or of_keys["counters_of_keys"]
     program = Program(inputs, launches, workspace, device, zeroed=make is torch.zeros or counted > 0)
     one_tensor = any(launch.kernel is sum_kernel for launch, _ in for_keys)
-    if make is torch.empty and not one_tensor and all(x == contiguous(*x.shape) for x in call.tensors[:3]):
-        return _like_inputs, program
+    like_inputs = make is torch.empty and not one_tensor
+    like_inputs = like_inputs and all(x == contiguous(*x.shape) for x in call.tensors[:3])
 
-    def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def halves(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """dk and dv as halves of one tensor, so that one launch adds up the parts of both."""
         if q == k:
             return make((3, *q), dtype=dtype, device=device).unbind(0)
         return make(q, dtype=dtype, device=device), *make((2, *k), dtype=dtype, device=device).unbind(0)
 
-    return outputs, program
+    outputs = _like_inputs if like_inputs else halves
+    if not gives_delta:
+        return outputs, program
+    return lambda x: (*outputs(x), torch.empty(q[:3], device=device)), program

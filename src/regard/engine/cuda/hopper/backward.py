@@ -9,12 +9,15 @@ ring buffer; the rows of the next tile are copied as soon as the last scores of 
 from .forward import (
     _copy,
     _copy_block,
+    _copy_keys,
+    _hide_keys,
     _keys,
     _mine,
     _of_tile,
     _put_part,
     _row,
     _spot,
+    _spot_of_keys,
     _store,
     async_copy,
     warpgroup_mma,
@@ -25,6 +28,7 @@ from .static import (
     awaited,
     barrier,
     bits_of,
+    capped,
     chain_of,
     count_last_tile,
     count_tile,
@@ -34,10 +38,12 @@ from .static import (
     gluon,
     hide,
     let_next,
+    limits_of,
     load_words,
     place_of,
     read_words,
     scores_of,
+    visible,
     wait_for,
     word,
     word_ring,
@@ -58,6 +64,15 @@ def _put(X, place, value, x, mine, stride, joins, S: gl.constexpr):
     """Rows x of X ← value, through shared memory that nothing else uses just now."""
     place.store(value.to(place.dtype))
     _store(X, place, x, mine, stride, None, joins, S)
+
+
+@gluon.jit
+def _sloped(weights, curved, S: gl.constexpr):
+    """The weights times the derivative of scores with respect to scaled products: under a softcap 1 − tanh²."""
+    if S.CAPPED:
+        return weights * (1.0 - curved * curved)
+    else:
+        return weights
 
 
 # dq: tiles of queries, blocks of keys
@@ -112,7 +127,8 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     qs, dos = tile[0], tile[1]
     ks, vs = here
     ks_next, vs_next = other
-    Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, blocks, strides, start, step, scale, scale2, parts = given
+    Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, blocks, strides, start, step, factors, parts, limits = given
+    scale, scale2, curve = factors
     BLOCKS, ring = blocks
     q_n, do_n, o_n, k_m, v_m, dq_n = strides
     c = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))
@@ -129,22 +145,25 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     product_k = scores_of(qs, ks, zero, S)
     product_v = scores_of(dos, vs, zero, S)
     bits = bits_of(mask, MASKS, mark, zero, S)
-    spot = _spot(ahead, c, MASKS, S)
+    spot = _spot_of_keys(ahead, c, MASKS, limits, S)
     if t < last:
-        _copy_block(ks_next, K, spot, k_m, c, S)
+        _copy_keys(ks_next, K, spot, k_m, c, limits, S)
         if gl.num_warps() == 4:
-            _copy_block(vs_next, V, spot, v_m, c, S)
+            _copy_keys(vs_next, V, spot, v_m, c, limits, S)
     fetch_words(ring, BLOCKS, gl.minimum(t + 2, last))
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
-    scores = warpgroup_mma_wait(1 if 4 * S.d > 3 * S.D else 2, deps=[product_k])
-    scores = hide(scores, bits, mark)
-    weights = gl.exp2(scores * scale2 - lse2[:, None])
+    products = warpgroup_mma_wait(1 if 4 * S.d > 3 * S.D else 2, deps=[product_k])
+    curved = capped(products, curve, S)
+    scores = hide(curved, bits, mark)
+    if S.LENGTHS:
+        scores = _hide_keys(scores, _spot_of_keys(_row(words, S)[0], c, MASKS, limits, S), limits, S)
+    weights = _sloped(gl.exp2(scores * scale2 - lse2[:, None]), curved, S)
     dweights = warpgroup_mma_wait(0, deps=[product_v])
     if gl.num_warps() == 8:
         barrier()
         if t < last:
-            _copy_block(vs_next, V, spot, v_m, c, S)
+            _copy_keys(vs_next, V, spot, v_m, c, limits, S)
     if ends & (t < last):
         barrier()
         _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, read_words(ring, t + 1), q_n, do_n, o_n, S)
@@ -173,9 +192,9 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "together", "n", "start"])
 def hopper_dq(
-    Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, PART, CHUNKS, BLOCKS, SLOTS, MASKS,
+    Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, PART, LIMITS, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
-    heads, all_heads, together, group, n, start, step, scale, scale2, S: gl.constexpr,
+    heads, all_heads, together, group, n, start, step, scale, scale2, curve, S: gl.constexpr,
 ):  # fmt: skip
     """A program has one chunk of one head (`place_of`)."""
     bh, chunk = place_of(all_heads, together)
@@ -203,7 +222,8 @@ def hopper_dq(
     dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     ring, words = word_ring(), load_words(CHUNKS + 4, 0, S)
     row, mark = _row(words, S)
-    j = _keys(row, c, MASKS, S)
+    limits = limits_of(LIMITS, b, S)
+    j = visible(_keys(row, c, MASKS, S), limits, S)
     _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, words, q_n, do_n, o_n, S)
     _copy(kr.index(lo % 2), K, j, k_m, S)
     _copy(vr.index(lo % 2 * (VALUES - 1)), V, j, v_m, S)
@@ -215,7 +235,8 @@ def hopper_dq(
     strides = q_n, do_n, o_n, k_m, v_m, dq_n
     parts = PART, SLOTS, MASKS, bh, all_heads
     blocks = BLOCKS, ring
-    given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, blocks, strides, start, step, scale, scale2, parts
+    factors = scale, scale2, curve
+    given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, blocks, strides, start, step, factors, parts, limits
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
         here = kr.index(at), vr.index(at * (VALUES - 1))
@@ -296,7 +317,8 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     """Add block t, whose rows are in `here`, to dk and dv; the next is copied to the other half of the ring."""
     dk, dv, mark, mask, pending = state
     qs, dos, lses, deltas = here
-    K, V, DK, DV, PART, SLOTS, BLOCKS, ring, MASKS, k_m, v_m, dk_m, bh, all_heads, scale, scale2 = given
+    K, V, DK, DV, PART, SLOTS, BLOCKS, ring, MASKS, k_m, v_m, dk_m, bh, all_heads, factors, limits = given
+    scale, scale2, curve = factors
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S.SCORES)
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
@@ -313,10 +335,14 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     fetch_words(ring, BLOCKS, gl.minimum(t + 2, last))
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
-    scores = warpgroup_mma_wait(0, deps=[product_q])
-    scores = hide(scores, bits, mark)
+    curved = capped(warpgroup_mma_wait(0, deps=[product_q]), curve, S)
+    scores = hide(curved, bits, mark)
+    if S.LENGTHS:
+        j = visible(_of_tile(_tile(words), gl.SliceLayout(1, S.SCORES), S), limits, S)
+        scores = gl.where((j >= 0)[:, None], scores, -float("inf"))
     weights = gl.exp2(scores * scale2 - lses.load(COLUMNS)[None, :])
     left = gl.convert_layout(weights.to(qs.dtype), gl.DotOperandLayout(0, S.OUT, 2))
+    weights = _sloped(weights, curved, S)
     product_do = scores_of(vs, dos, zero, S)
     product_v = warpgroup_mma(left, dos, dv, is_async=True)
     dweights = warpgroup_mma_wait(1, deps=[product_do])
@@ -325,7 +351,7 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     product_k = warpgroup_mma(right, qs, dk, is_async=True)
     if ends & (t < last):
         barrier()
-        x = _of_tile(_tile(read_words(ring, t + 1)), gl.SliceLayout(1, S.LOAD), S)
+        x = visible(_of_tile(_tile(read_words(ring, t + 1)), gl.SliceLayout(1, S.LOAD), S), limits, S)
         _copy(ks, K, x, k_m, S)
         _copy(vs, V, x, v_m, S)
     async_copy.commit_group()
@@ -355,9 +381,9 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "together", "n", "joins", "of_heads", "m"])
 def hopper_dkv(
-    Q, K, V, DO, LSE2, DELTA, DK, DV, PART, CHUNKS, BLOCKS, SLOTS, MASKS,
+    Q, K, V, DO, LSE2, DELTA, DK, DV, PART, LIMITS, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m,
-    heads, all_heads, together, n, joins, of_heads, m, scale, scale2, S: gl.constexpr,
+    heads, all_heads, together, n, joins, of_heads, m, scale, scale2, curve, S: gl.constexpr,
 ):  # fmt: skip
     """Tiles of R keys of one key head, blocks of R rows of one of its GROUP query heads.
 
@@ -383,7 +409,8 @@ def hopper_dkv(
     dk, dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT), gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     ring, words = word_ring(), load_words(CHUNKS + 4, 0, S)
     row, mark = _row(words, S)
-    x = _of_tile(_tile(words), gl.SliceLayout(1, S.LOAD), S)
+    limits, factors = limits_of(LIMITS, b, S), (scale, scale2, curve)
+    x = visible(_of_tile(_tile(words), gl.SliceLayout(1, S.LOAD), S), limits, S)
     _copy(ks, K, x, k_m, S)
     _copy(vs, V, x, v_m, S)
     rows = Q, DO, LSE2, DELTA, MASKS, q_h, q_n, do_h, do_n, n
@@ -394,7 +421,7 @@ def hopper_dkv(
     async_copy.commit_group()
     flat = let_next(flat)
     state = dk, dv, mark, row[8] >> 8, lo * 0 - 1 if S.CHAINED else 0
-    given = K, V, DK, DV, PART, SLOTS, BLOCKS, ring, MASKS, k_m, v_m, dk_m, bh, all_heads, scale, scale2
+    given = K, V, DK, DV, PART, SLOTS, BLOCKS, ring, MASKS, k_m, v_m, dk_m, bh, all_heads, factors, limits
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
         here = qr.index(at), dor.index(at), l0, s0

@@ -14,6 +14,7 @@ from .static import (
     awaited,
     barrier,
     bits_of,
+    capped,
     chain_of,
     count_last_tile,
     count_tile,
@@ -24,11 +25,17 @@ from .static import (
     hide,
     hopper,
     let_next,
+    limits_of,
     load_words,
+    log2,
     member,
+    pairs,
     place_of,
+    reciprocal,
     rescale_ptx,
     scores_of,
+    unpaired,
+    visible,
     wait_for,
     weights_ptx,
     word,
@@ -129,28 +136,6 @@ def _weigh(scores, top, total, begins, scale2, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _pairs(weights):
-    """Weights in pairs, as registers hold them: (rows, keys) → (rows, keys / 2). As single loop variables they would
-    be unpacked and packed again for each block."""
-    x = gl.inline_asm_elementwise(
-        "{ mov.b32 $0, $2; mov.b32 $1, $2; }", "=r,=r,r", [weights], gl.int32, True, 2
-    )
-    x, _ = gl.split(x.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
-    return x
-
-
-@gluon.jit
-def _unpaired(x, KIND: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `_pairs` was given, for a product that takes it from the left."""
-    x = gl.join(x, x).reshape([x.shape[0], 2 * x.shape[1]])
-    if gl.bfloat16 == KIND:
-        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], gl.bfloat16, True, 2)
-    else:
-        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], gl.float16, True, 2)
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
 def _mine(first, hop, count, start, step, LAYOUT: gl.constexpr, S: gl.constexpr):
     """The rows of a tile, and which of them are to be written."""
     a = gl.arange(0, S.R, layout=LAYOUT)
@@ -161,18 +146,6 @@ def _mine(first, hop, count, start, step, LAYOUT: gl.constexpr, S: gl.constexpr)
     if S.keep is not None:
         mine = mine & S.keep(start + step * x, start + step * x)
     return x, mine
-
-
-@gluon.jit
-def _log2(x):
-    """log₂ x in one instruction instead of twenty; its error is at most 2⁻²², relative or absolute (PTX)."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
-def _reciprocal(x):
-    """1 / x, with an error of at most one unit in the last place (PTX)."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
@@ -193,7 +166,7 @@ def _close(
 
     Returns the counter of the tile, to be counted when it is written; −1 if no other tile waits for it.
     """
-    PART_O, PART_LSE, SLOTS, bh, all_heads = parts
+    PART_O, PART_LSE, SLOTS, bh, all_heads, sinks = parts
     counter, joins, counts = chain
     count = (marks >> 8) & 255
     first = wait_for(first, PART_O, counter, joins, S)
@@ -203,8 +176,16 @@ def _close(
     total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
     top = gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
     x, mine = _mine(first, hop, count, start, step, ROWS, S)
-    scale = gl.convert_layout(_reciprocal(gl.where(total > 0.0, total, 1.0)), ROWS)
-    lse2 = top + _log2(total)  # log2(0) = −∞: an empty row
+    share = 1.0
+    if S.SINKS:  # one more score, without a value. Heads may be flattened: then n is that of one of them
+        SINK, n, heads = sinks
+        sink = gl.load(SINK + (bh + first // n) % heads).to(gl.float32) * 1.4426950408889634
+        base = gl.maximum(top, sink)
+        base = gl.where(base == -float("inf"), 0.0, base)
+        share = gl.exp2(top - base)
+        top, total = base, total * share + gl.exp2(sink - base)
+    scale = gl.convert_layout(reciprocal(gl.where(total > 0.0, total, 1.0)) * share, ROWS)
+    lse2 = top + log2(total)  # log2(0) = −∞: an empty row
     slot, fade = -1, None
     if S.SPLIT:
         slot = gl.load(SLOTS + t)
@@ -215,8 +196,8 @@ def _close(
         base = gl.maximum(before, lse2)
         base = gl.where(base == -float("inf"), 0.0, base)
         fade, share = gl.exp2(before - base), gl.exp2(lse2 - base)
-        lse2 = base + _log2(fade + share)
-        both = _reciprocal(gl.where(fade + share > 0.0, fade + share, 1.0))
+        lse2 = base + log2(fade + share)
+        both = reciprocal(gl.where(fade + share > 0.0, fade + share, 1.0))
         scale, fade = scale * share * both, gl.convert_layout(fade * both, gl.SliceLayout(1, S.LOAD))
     if S.SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
@@ -291,12 +272,35 @@ def _copy(place, X, x, stride, S: gl.constexpr):
 
 @gluon.jit
 def _spot(row, c, MASKS, S: gl.constexpr):
-    """Where a block's rows are: first, step and number if it is one segment, else the row of each column; and the
-    number of its mask."""
+    """A block's rows: first, step and number if it is one segment, else the row of each column; its mask's number."""
     if S.SEGMENTS == 1:
         return row[0], row[1], row[8] & 255, row[8] >> 8
     else:
         return row[0], _keys(row, c, MASKS, S), row[8] & 255, row[8] >> 8
+
+
+@gluon.jit
+def _spot_of_keys(row, c, MASKS, limits, S: gl.constexpr):
+    """The same of a block of keys; where each column has its own key, it is −1 if the lengths hide it."""
+    if S.LENGTHS and S.SEGMENTS > 1:
+        return row[0], visible(_keys(row, c, MASKS, S), limits, S), row[8] & 255, row[8] >> 8
+    else:
+        return _spot(row, c, MASKS, S)
+
+
+@gluon.jit
+def _hide_keys(scores, spot, limits, S: gl.constexpr):
+    """−∞ for the keys that the lengths hide; a block of one segment is tested only if it has such keys."""
+    if S.LENGTHS:
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+        if S.SEGMENTS == 1:
+            if (spot[0] < limits[0]) | (spot[0] + spot[1] * (spot[2] - 1) >= limits[1]):
+                j = visible(spot[0] + spot[1] * gl.arange(0, S.R, layout=COLUMNS), limits, S)
+                scores = gl.where((j >= 0)[None, :], scores, -float("inf"))
+        else:
+            j = gl.convert_layout(spot[1], COLUMNS)
+            scores = gl.where((j >= 0)[None, :], scores, -float("inf"))
+    return scores
 
 
 @gluon.jit
@@ -310,6 +314,16 @@ def _copy_block(place, X, spot, stride, c, S: gl.constexpr):
 
 
 @gluon.jit
+def _copy_keys(place, X, spot, stride, c, limits, S: gl.constexpr):
+    """The same of a block of keys, where zeros take the place of hidden ones too."""
+    if S.LENGTHS and S.SEGMENTS == 1:
+        rows = _addresses(X, spot[0] * stride + spot[1] * stride * c, S.D)
+        fetch(place, rows, mask=_within((c < spot[2]) & (visible(spot[0] + spot[1] * c, limits, S) >= 0), S))
+    else:
+        _copy_block(place, X, spot, stride, c, S)
+
+
+@gluon.jit
 def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
     """If this block begins a tile, start to copy its queries."""
     if (marks & BEGINS) != 0:
@@ -320,11 +334,11 @@ def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
             _copy(qs, Q, x, q_n, S)
 
 
-@gluon.jit(do_not_specialize=["heads", "all_heads", "together", "n", "start"])
+@gluon.jit(do_not_specialize=["heads", "all_heads", "together", "n", "start", "sink_rows", "sink_heads"])
 def hopper_forward(
-    Q, K, V, O, LSE, PART_O, PART_LSE, CHUNKS, BLOCKS, SLOTS, MASKS,
+    Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, SINK, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    heads, all_heads, together, group, n, start, step, scale2, S: gl.constexpr,
+    heads, all_heads, together, group, n, start, step, scale2, curve, sink_rows, sink_heads, S: gl.constexpr,
 ):  # fmt: skip
     """A program has one chunk of one head (`place_of`). A pass that continues from an earlier one starts before that
     has ended, and waits for it before reading its results. If passes are chained, PART_O holds their counters."""
@@ -336,7 +350,8 @@ def hopper_forward(
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     if S.LETS:
         lo = let_next(lo)
-    parts = PART_O, PART_LSE, SLOTS, bh, all_heads
+    parts = PART_O, PART_LSE, SLOTS, bh, all_heads, (SINK, sink_rows, sink_heads)
+    limits = limits_of(LIMITS, b, S)
     c = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))
     KIND: gl.constexpr = Q.dtype.element_ty
     qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
@@ -349,31 +364,31 @@ def hopper_forward(
     row, mark = _row(load_words(CHUNKS + 4, 0, S), S)
     following, coming = _row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
     _fetch_queries(qs, Q, row, mark, q_n, S)
-    begun = _spot(row, c, MASKS, S)
-    _copy_block(ks, K, begun, k_m, c, S)
+    begun = _spot_of_keys(row, c, MASKS, limits, S)
+    _copy_keys(ks, K, begun, k_m, c, limits, S)
     async_copy.commit_group()
     first, hop, _ = _tile(row, mark)
     next_first, next_hop, _ = _tile(following, coming)
     row, after = _row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)
-    spot, bits = _spot(following, c, MASKS, S), bits_of(begun[3], MASKS, mark, zero, S)
+    spot, bits = _spot_of_keys(following, c, MASKS, limits, S), bits_of(begun[3], MASKS, mark, zero, S)
     async_copy.wait_group(0)
     barrier()
     # Not before: all programs start at once and wait for memory, and the first product needs no values.
-    _copy_block(vs.index(0), V, begun, v_m, c, S)
+    _copy_keys(vs.index(0), V, begun, v_m, c, limits, S)
     async_copy.commit_group()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
     barrier()
-    _copy_block(ks, K, spot, k_m, c, S)
+    _copy_keys(ks, K, spot, k_m, c, limits, S)
     if lo < last:  # a first tile of one block
         _fetch_queries(qs, Q, following, coming, q_n, S)
     async_copy.commit_group()
     if VALUES == 1:  # as after the values of a later block, which are copied last
         async_copy.commit_group()
-    scores = hide(scores, bits, mark)
+    scores = _hide_keys(hide(capped(scores, curve, S), bits, mark), begun, limits, S)
     yes = lo == lo  # the first block begins a tile
     weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, S.OUT, 2)
-    left = _pairs(weights)
+    left = pairs(weights)
     at = 0
     pending = lo * 0 - 1 if S.CHAINED else 0
     for t in range(lo, last):
@@ -388,23 +403,23 @@ def hopper_forward(
             async_copy.wait_group(0)
             hopper.fence_async_shared()  # the one before the product with keys did not wait for the values
             barrier()
-        product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
-        ahead, bits = _spot(row, c, MASKS, S), bits_of(spot[3], MASKS, coming, zero, S)
+        product_v = warpgroup_mma(unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
+        ahead, bits = _spot_of_keys(row, c, MASKS, limits, S), bits_of(spot[3], MASKS, coming, zero, S)
         later_row, later = _row(load_words(BLOCKS, gl.minimum(t + 3, last), S), S)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
-        _copy_block(ks, K, ahead, k_m, c, S)
+        _copy_keys(ks, K, ahead, k_m, c, limits, S)
         if VALUES == 2:
-            _copy_block(vs.index(1 - at), V, spot, v_m, c, S)
+            _copy_keys(vs.index(1 - at), V, spot, v_m, c, limits, S)
         if t + 2 <= last:
             _fetch_queries(qs, Q, row, after, q_n, S)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
-        scores = hide(scores, bits, coming)
+        scores = _hide_keys(hide(capped(scores, curve, S), bits, coming), spot, limits, S)
         acc = warpgroup_mma_wait(0, deps=[product_v])
         if VALUES == 1 and not begins:
             barrier()
-            _copy_block(vs.index(0), V, spot, v_m, c, S)
+            _copy_keys(vs.index(0), V, spot, v_m, c, limits, S)
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
             pending = _close(
@@ -413,12 +428,12 @@ def hopper_forward(
             acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
             if VALUES == 1:
                 barrier()
-                _copy_block(vs.index(0), V, spot, v_m, c, S)
+                _copy_keys(vs.index(0), V, spot, v_m, c, limits, S)
         else:
             acc = _faded(acc, fade)
         if VALUES == 1:
             async_copy.commit_group()
-        left = _pairs(weights)
+        left = pairs(weights)
         first, hop, mark = next_first, next_hop, coming
         next_first, next_hop, _ = _tile(row, after)
         top, total, coming, after, row, spot = higher, summed, after, later, later_row, ahead
@@ -427,7 +442,7 @@ def hopper_forward(
     barrier()
     count_tile(PART_O, pending, S)
     linked = chain_of(BLOCKS + last * WORDS, S)
-    acc = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc)
+    acc = warpgroup_mma(unpaired(left, KIND, LEFT), vs.index(at), acc)
     pending = _close(
         O, LSE, parts, last, linked, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S
     )

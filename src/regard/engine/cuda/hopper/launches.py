@@ -1,14 +1,15 @@
 """The launches of the kernels for Hopper; this module imports Gluon, the language of these kernels."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import CallLayout, Config, Layout, base2, contiguous, padded
-from ..launches import PARTS, Launches, _merge, _multiprocessors, _parts, _sum
+from ..call import CallLayout, Config, Layout, contiguous, padded
+from ..launches import PARTS, Launches, _merge, _multiprocessors, _parts, _sum, joins_sink
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..tile_lists import in_boxes, with_masks
@@ -21,7 +22,16 @@ from .static import hopper_static, keep
 # The share of the work that is kept for programs that finish early: programs on one multiprocessor differ in speed.
 DYNAMIC_SHARE = 0.1
 FEW_TILES = 3  # of a program, forward: so few are 1 to 7 % slower by a dynamic share
+FORWARD_CAP = 168  # registers of the forward kernel for heads of 64 with lengths or a softcap
 SHORT_RUN = 40  # blocks of a program: so few are 1 to 9 % slower by a dynamic share (gpu_experiments)
+
+
+def config_of(call: CallLayout, kernel: str) -> Config:
+    """The stored configuration of a kernel. Under the cap of the forward kernel for heads of 64, lengths or a softcap
+    would spill registers: short padded sequences were 7 % slower than by three programs per multiprocessor."""
+    stored: Any = getattr(call.task.configs, kernel)
+    terms = call.lengths or not call.task.plain
+    return replace(stored, registers=FORWARD_CAP) if terms and stored.registers == 128 else stored
 
 
 def programs_per_multiprocessor(config: Config) -> int:
@@ -47,6 +57,8 @@ def launched_passes(
     """The passes as planned; what is launched, with flattened heads if possible, and the layouts of its tensors; and
     the number of counters that tiles wait for, if all passes are one launch, otherwise 0."""
     route = hopper_passes(call, config, by_keys)
+    if call.lengths:  # which a program reads for its batch row: heads stay apart
+        return route, [(step, call.tensors) for step in route.steps], 0
     chained = chain(route, call.tensors, programs_at_a_time(config, call.device)) if chains else None
     if chained is not None:
         return route, [chained[:2]], chained[2]
@@ -57,12 +69,12 @@ def launched_passes(
 def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     """Fills o and lse. Returns the passes, their launches, and the workspace as `dq` does."""
     task, parts, shape = call.task, 0, call.output.shape
-    config: Any = task.configs.hopper_forward
+    config = config_of(call, "hopper_forward")
     at_a_time = programs_at_a_time(config, call.device)
     # In one launch, passes read q, k, v and o from the cache. Heads of 64 are 16 to 34 % slower by that.
     worth = shape[3] > 64 and 4 * 2 * math.prod(shape) > CACHE
     route, launched, counters = launched_passes(call, config, False, worth)
-    mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
+    mixed = None if call.lengths else mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
     if mixed is not None:
         launched = [mixed[1:3]]
     launches: Launches = []
@@ -81,14 +93,15 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         early = late or (step.accumulates and not counters)
         launch = Launch(
             hopper_forward, len(cut.chunks) * b * h, config, *q.strides, *k.strides, *v.strides, *out.strides,
-            h, b * h, together, h // h_kv, n, task.start, task.step, base2(task.scale), early=early,
+            h, b * h, together, h // h_kv, n, task.start, task.step, *task.factors, shape[2], shape[1], early=early,
             cooperative=counters > 0, S=hopper_static(step, config, call)._replace(
-                SPLIT=cut.slots > 0, LATE=late,
+                SPLIT=cut.slots > 0, LATE=late, SINKS=joins_sink(call, route),
                 LETS=apart or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :]),
             ),
         )  # fmt: skip
         buffers = ("counters" if counters else PARTS[0], PARTS[1])
-        names = "q", "k", "v", "o", "lse", *buffers, cut.chunks, cut.blocks, cut.slot, cut.masks
+        tables = cut.chunks, cut.blocks, cut.slot, cut.masks
+        names = "q", "k", "v", "o", "lse", *buffers, "lengths", "sink", *tables
         split = step if mixed is None else mixed[0]
         launches += [(launch, names), _merge(call.output, cut.joins, config, place, split, early=True)]
         parts = max(parts, cut.slots * config.tile)
@@ -103,7 +116,7 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     Returns the passes, their launches, and the workspace for the parts of split tiles and for counters.
     """
     task, parts = call.task, 0
-    config: Any = task.configs.hopper_dq
+    config = config_of(call, "hopper_dq")
     route, flattened, counters = launched_passes(call, config, False)
     launches: Launches = []
     at_a_time = programs_at_a_time(config, call.device)
@@ -114,7 +127,7 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         launch = Launch(
             hopper_dq, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
-            h, b * h, together, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
+            h, b * h, together, h // h_kv, n, task.start, task.step, task.scale, *task.factors,
             early=not counters, cooperative=counters > 0,
             S=hopper_static(step, config, call)._replace(
                 HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0, LATE=route.apart and nth > 0
@@ -122,7 +135,7 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         )  # fmt: skip
         made = "lse2", "delta", "dq", "counters" if counters else "part"
         tables = cut.chunks, cut.blocks, cut.slot, cut.masks
-        names = "q", "k", "v", "o", "do", "lse", "dlse", *made, *tables
+        names = "q", "k", "v", "o", "do", "lse", "dlse", *made, "lengths", *tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
         total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step))
         launches += [(launch, names), (total, ("dq", "part", cut.joins))]
@@ -137,7 +150,7 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     can, otherwise a separate launch does.
     """
     b, h_kv, m, d = call.tensors[1].shape
-    config: Any = call.task.configs.hopper_dkv
+    config = config_of(call, "hopper_dkv")
     route, flattened, counters = launched_passes(call, config, True)
     if not route.joins:
         flattened.sort(key=lambda x: not x[0].work.slots)
@@ -155,7 +168,7 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
             workspace[part] = cut.slots * 2 * b * h_kv * config.tile * padded(d)
         slots = cut.slot if adds is None else adds[1]
         tables = cut.chunks, cut.blocks, slots, cut.masks
-        names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, *tables
+        names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, "lengths", *tables
         launches.append((launch, names))
         if cut.slots and not added[nth + 1]:
             total = _sum(both, (0, padded(d)), step, cut.joins, config, (0, 1))
@@ -175,7 +188,7 @@ def _by_keys(
 ) -> tuple[WorkSplit, Launch]:  # fmt: skip
     """The launch of pass `nth` of dk and dv; left: the pass before and its joins, if this one adds up its parts."""
     task, h, (rows, h_kv, m) = call.task, call.tensors[0].shape[1], call.tensors[1].shape[:3]
-    config: Any = task.configs.hopper_dkv
+    config = config_of(call, "hopper_dkv")
     chained, (q, k, v, _, do) = step.work.chained, tensors
     (b, heads, _, _), group = k.shape, h // h_kv
     at_a_time = programs_at_a_time(config, call.device)
@@ -188,7 +201,7 @@ def _by_keys(
         hopper_dkv, len(cut.chunks) * b * heads, config,
         *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides,
         heads, b * heads, together, q.shape[2], 0 if left is None else len(left[1]), rows * h_kv, m,
-        task.scale, base2(task.scale),
+        task.scale, *task.factors,
         early=not chained, cooperative=chained, S=hopper_static(step, config, call)._replace(
             WAITS=nth == 0 or step.accumulates, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
             adds=None if left is None else keep(left[0].keep),

@@ -49,6 +49,9 @@ class Static(NamedTuple):
     adds: Any = None  # … of the keys that this selects
     LATE: bool = False  # forward, dq: it starts at once, and may not end before the previous kernel
     CHAINED: bool = False  # of several passes: the words of a block say what its tile waits for
+    LENGTHS: int = 0  # 1: where the keys of a batch row end is given; 2: where they begin and end
+    CAPPED: bool = False  # the scores have a softcap
+    SINKS: bool = False  # forward: the softmax of each row has one more score, that of its head
     # If tiles are boxes and blocks are lists: (a, hop) → the distance of member a of a tile from its first member.
     spread: Any = None
     owned: Any = None  # … and (a, hop) → whether it belongs to the tile; None: all members do
@@ -76,6 +79,7 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
         None if text is None else function(name, "a, hop", text, gluon.jit, {"gl": gl})
         for name, text in (("spread", work.masks.spread), ("owned", work.masks.owned))
     )
+    made = made._replace(LENGTHS=call.lengths, CAPPED=call.task.softcap is not None)
     return made._replace(CHAINED=work.chained, spread=spread, owned=owned)
 
 
@@ -203,6 +207,42 @@ def hide(scores, bits, marks):
     return scores
 
 
+# Lengths and softcap
+
+
+@gluon.jit
+def limits_of(LIMITS, b, S: gl.constexpr):
+    """Where the keys of batch row b begin and end; without lengths, neither is used."""
+    first, end = 0, 0
+    if S.LENGTHS == 1:
+        end = gl.load(LIMITS + b).to(gl.int32)
+    if S.LENGTHS == 2:
+        first, end = gl.load(LIMITS + 2 * b).to(gl.int32), gl.load(LIMITS + 2 * b + 1).to(gl.int32)
+    return first, end
+
+
+@gluon.jit
+def visible(j, limits, S: gl.constexpr):
+    """The keys j, and −1 for those that the lengths hide: rows that are not read."""
+    if S.LENGTHS:
+        return gl.where((j >= limits[0]) & (j < limits[1]), j, -1)
+    else:
+        return j
+
+
+@gluon.jit
+def capped(scores, curve, S: gl.constexpr):
+    """tanh of the scores times half of `curve` in base e, as 1 − 2 / (1 + 2 ** (curve · score)), with an absolute
+    error of 2 · 10⁻⁷; without a softcap, the scores."""
+    if S.CAPPED:
+        text: gl.constexpr = """{ .reg .f32 x; mul.f32 x, $1, $2; ex2.approx.ftz.f32 x, x;
+            add.f32 x, x, 0f3F800000; rcp.approx.ftz.f32 x, x; fma.rn.f32 $0, x, 0fC0000000, 0f3F800000; }"""
+        by = gl.full(scores.shape, 0.0, gl.float32, layout=scores.type.layout) + curve
+        return gl.inline_asm_elementwise(text, "=f,f,f", [scores, by], gl.float32, True, 1)
+    else:
+        return scores
+
+
 @gluon.jit
 def each(x, like):
     """x, one number per thread and row, for each number that the thread holds of it: (rows, 4) → shape of `like`."""
@@ -279,6 +319,40 @@ def count_last_tile(COUNTERS, pending, S: gl.constexpr):
     if S.CHAINED:
         barrier()
         count_tile(COUNTERS, pending, S)
+
+
+@gluon.jit
+def pairs(weights):
+    """Weights in pairs, as registers hold them: (rows, keys) → (rows, keys / 2). As single loop variables they would
+    be unpacked and packed again for each block."""
+    x = gl.inline_asm_elementwise(
+        "{ mov.b32 $0, $2; mov.b32 $1, $2; }", "=r,=r,r", [weights], gl.int32, True, 2
+    )
+    x, _ = gl.split(x.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    return x
+
+
+@gluon.jit
+def unpaired(x, KIND: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `pairs` was given, for a product that takes it from the left."""
+    x = gl.join(x, x).reshape([x.shape[0], 2 * x.shape[1]])
+    if gl.bfloat16 == KIND:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], gl.bfloat16, True, 2)
+    else:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], gl.float16, True, 2)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def log2(x):
+    """log₂ x in one instruction instead of twenty; its error is at most 2⁻²², relative or absolute (PTX)."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x, with an error of at most one unit in the last place (PTX)."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 # Steps that single warps can skip, in PTX, because in Gluon either all warps branch or none. A thread holds numbers

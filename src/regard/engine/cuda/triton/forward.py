@@ -49,6 +49,7 @@ class Static(NamedTuple):
     RUNS: int = 0
     PER_ROW: bool = False  # of one query: its position differs by batch row
     EARLY: bool = False  # of one query: the kernel that merges may start before this one ends (Hopper)
+    SINKS: bool = False  # forward: the softmax of each row has one more score, that of its head
     HAS_DLSE: bool = False  # the log-sum-exp has a gradient
     LEARNS: bool = False  # the bias has a gradient
 
@@ -284,9 +285,17 @@ def join(scores, unit, top, total, acc):
     return higher, total * fade + tl.sum(weights, 1), acc * fade[:, None], weights
 
 
+@triton.jit
+def with_sink(at):
+    """The running softmax of rows that have seen nothing but a sink, at these addresses: the largest score (base 2),
+    the sum."""
+    top = tl.load(at).to(tl.float32) * 1.4426950408889634
+    return top, tl.where(top == -float("inf"), 0.0, 1.0)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, TABLE, SLOPES, seed, ITEMS, BLOCKS,
+    Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, TABLE, SLOPES, seed, SINK, ITEMS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, cap2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
@@ -306,6 +315,8 @@ def forward_kernel(
     top = tl.full((S.R,), -float("inf"), tl.float32)
     total = tl.zeros((S.R,), tl.float32)
     acc = tl.zeros((S.R, S.DV), tl.float32)
+    if S.SINKS:  # as if it had been one key of weight 1 and value 0
+        top, total = with_sink(SINK + h + 0 * r)
     if S.ACCUMULATES:  # as if the earlier pass had been one key of weight 1 and value o
         begun = tl.where(slot < 0, in_tile, a < 0)
         top = tl.load(LSE + r, mask=begun, other=-float("inf")) * 1.4426950408889634
@@ -395,7 +406,7 @@ def _blocks(first, step, end, B: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "all_heads", "m", "start", "pieces"])
 def decode_kernel(
-    Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, AT, q_b, q_h, k_b, k_h, k_m, v_b, v_h, v_m,
+    Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, AT, SINK, q_b, q_h, k_b, k_h, k_m, v_b, v_h, v_m,
     heads, all_heads, m, start, pieces, scale2, cap2, S: tl.constexpr,
 ):  # fmt: skip
     """One query per batch row, at position p: a piece of the keys of one key head, for the GROUP query heads that
@@ -416,6 +427,9 @@ def decode_kernel(
     top = tl.full((S.R,), -float("inf"), tl.float32)
     total = tl.zeros((S.R,), tl.float32)
     acc = tl.zeros((S.R, S.DV), tl.float32)
+    if S.SINKS:  # noqa: SIM102 (decided when compiling, then when running)
+        if piece == 0:
+            top, total = with_sink(SINK + h * S.GROUP + tl.minimum(g, S.GROUP - 1))
 
     runs = S.runs(p, m)
     blocks = 0
