@@ -134,7 +134,7 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
 def _schedule(tiles: Tiles, rows: int, device: torch.device) -> "Schedule":
     """The blocks of these tiles with their masks; on the host, as they are assigned to programs before they move."""
     from .schedule import BEGINS, ITEM, TESTED, WIDTH, Schedule
-    from .tile_lists import MASK, Masks, _distinct
+    from .tile_lists import Masks, _distinct
 
     per_tile = -(-(tiles.end - tiles.begin).clip(0) // MEMBERS)
     tile = np.repeat(np.arange(len(per_tile)), per_tile)
@@ -157,7 +157,7 @@ def _schedule(tiles: Tiles, rows: int, device: torch.device) -> "Schedule":
     member = np.where(there, tiles.first[tile[tested], None] + own, 0)
     ends = (np.clip(x[member] - key[tested, None], 0, MEMBERS) * there for x in (tiles.low, tiles.high))
     distinct, which = _distinct(np.concatenate([*ends], axis=1))
-    words = torch.from_numpy(np.concatenate([np.zeros((1, MASK), dtype=np.int32), _bits(distinct)]))
+    words = torch.from_numpy(_bits(np.pad(distinct, ((1, 0), (0, 0)))))  # the first allows no pair
 
     length = len(tiles.low) // rows
     blocks = np.zeros((len(tile), WIDTH), dtype=np.int32)
@@ -218,7 +218,8 @@ def read(f: CallFacts) -> Packed | str:
         return "the ids of documents cannot be read while a CUDA graph is captured; call it once before"
     data = ids.detach().cpu().numpy()
     contents = data.tobytes(), data.dtype.str, data.shape, band, ids.device
-    made = _by_contents.get(contents) or _by_contents.put(contents, _packed(ids, band, data))
+    if (made := _by_contents.get(contents)) is None:
+        made = _by_contents.put(contents, _packed(ids, band, data))
     return made if version is None else _by_tensor.put((id(ids), version, band), (made, ids))[0]
 
 
