@@ -24,7 +24,7 @@ from regard.engine.cuda.call import CallLayout, contiguous, task
 from regard.engine.cuda.documents import Packed, read
 from regard.engine.cuda.prepared import PREPARED
 from regard.engine.cuda.schedule import TESTED, device_passes
-from regard.engine.cuda.tile_lists import with_masks
+from regard.engine.cuda.tile_lists import tables, with_masks
 from regard.engine.cuda.work_split import split_work
 from regard.engine.explain import explain
 from regard.errors import BackendError
@@ -120,7 +120,8 @@ def test_many_random_documents_count_every_pair_once(seed):
 
 
 MIXED = ids_of(3, 100, 64, 7, 7, 200, 1, 1, 1, 116)  # 500
-ROWS = torch.stack([MIXED, torch.arange(500) // 7, torch.zeros(500, dtype=torch.long)])
+# The last documents of the first row and the first one of the second would fit into one tile.
+ROWS = torch.stack([torch.arange(500) // 7, MIXED, torch.zeros(500, dtype=torch.long)])
 
 
 @pytest.mark.parametrize("band", [full(), causal(), window(40), causal() & window(70)], ids=repr)
@@ -157,6 +158,9 @@ def test_tiles_of_one_shape_share_their_masks():
         (step,) = pattern.passes((pattern, 16384, 16384, 0, 1), by_keys, torch.device("cpu")).steps
         assert len(step.work.masks.words) == 2 and len(step.work.blocks) == 32 * 8 * 9 // 2
         assert int((step.work.blocks[:, 9] & TESTED).sum()) == 32 * 8
+    pattern = packed(torch.arange(16400) // 100, causal())
+    (step,) = pattern.passes((pattern, 16400, 16400, 0, 1), False, torch.device("cpu")).steps
+    assert len(step.work.masks.words) == 3  # the first allows nothing; of 64 queries, and of the last 36
 
 
 def test_programs_of_a_batch_row_are_by_its_share_of_the_work():
@@ -259,10 +263,11 @@ OTHERS = {  # what the kernels do not run, and why
     "a document is in several places of its batch row: ids that are not contiguous": (
         {}, documents(torch.arange(500) % 7) & causal(),
     ),
-    "beside documents, the kernels take a band of i − j (causal, a window, or both)": (
+    "beside documents, kernels take a band of i − j (causal, a window, or both)": (
         {}, documents(MIXED) & (window(4) | every(8)),
     ),
-    "documents(<500 ids>) & every(8): beside documents, the kernels": ({}, documents(MIXED) & every(8)),
+    "documents(<500 ids>) & every(8): beside documents, kernels": ({}, documents(MIXED) & every(8)),
+    "& prefix(100): beside documents, kernels": ({}, documents(MIXED) & prefix(100)),  # then, no keys at all
     "& where(ge) carries data, which no progression describes": ({}, documents(MIXED) & where(torch.ge)),
     "causal() | documents(<500 ids>) carries data": ({}, causal() | documents(MIXED)),
     "documents(<500 ids>) & documents(<500 ids>) carries": ({}, documents(MIXED) & documents(MIXED // 2)),
@@ -391,7 +396,7 @@ def launches_of(call: CallFacts) -> Packed:
 
 @pytest.mark.usefixtures("on_hopper", "empty_caches")
 def test_new_ids_at_each_call_fill_no_cache_and_are_dropped():
-    caches = device_passes, with_masks, cuda_call._task
+    caches = device_passes, with_masks, tables, cuda_call._task
     before = len(PREPARED), [cache.cache_info().currsize for cache in caches]
     found = []
     for seed in range(2 * packed_documents.MAX_CACHED):

@@ -57,9 +57,8 @@ class Triton:
     def estimate(self, f: CallFacts) -> float:
         if f.unmasked:  # no sparse kernel is faster than the dense one
             return f.pairs * (PAIR_GRAD if f.grad else PAIR) + CALL
-        f = _with_ids(f)
-        if isinstance(f.pattern, Packed):
-            return _of_documents(f)
+        if isinstance(packed := _pattern(f), Packed):
+            return _of_documents(f, packed)
         computed = f.flat_heads * _computed(f)
         if not f.grad:
             return computed * PAIR + f.flat_heads * f.n * QUERY + CALL
@@ -67,7 +66,11 @@ class Triton:
         return computed * PAIR_GRAD + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else call)
 
     def prepare(self, f: CallFacts) -> Prepared:
-        f = _with_ids(f)
+        if isinstance(packed := _pattern(f), Packed):
+            f = replace(f, pattern=packed)
+            return Prepared(
+                self.name, "Hopper", lambda: _computed(f), lambda call: _run(call, f), joins_sink=True
+            )
         without_rows = replace(f, lengths=False, left_padding=False, row_offsets=False)
         direct = f.only_pattern or (without_rows.only_pattern and not f.grad)
         build = (lambda: _prepared_launches(f)) if direct and not f.observed else None
@@ -75,16 +78,16 @@ class Triton:
         return Prepared(self.name, *made, joins_sink=not f.observed)
 
 
-def _with_ids(f: CallFacts) -> CallFacts:
-    """The same call after reading the ids of its documents, if it has any."""
-    if not f.pattern.has_data or isinstance(f.pattern, neighborhood | Packed):
-        return f
+def _pattern(f: CallFacts) -> Pattern:
+    """The pattern; of documents, with the ids as they were read."""
+    if not f.pattern.has_data or isinstance(f.pattern, neighborhood):
+        return f.pattern
     found = read(f)
-    return f if isinstance(found, str) else replace(f, pattern=found)
+    return f.pattern if isinstance(found, str) else found
 
 
-def _of_documents(f: CallFacts) -> float:
-    computed = f.flat_heads * _computed(f) / f.data_rows
+def _of_documents(f: CallFacts, packed: Packed) -> float:
+    computed = f.flat_heads * packed.tiles(f.n, f.offset[0], False).pairs / packed.rows
     time = computed * PAIR_GRAD + CALL_GRAD if f.grad else computed * PAIR + f.flat_heads * f.n * QUERY + CALL
     return min(time, f.pairs * MAX_PAIR) if f.n * f.m >= MIN_PAIRS else time
 
@@ -123,8 +126,6 @@ def variant(f: CallFacts) -> str:
     """Which kernels run, for contiguous tensors: those for Hopper, one launch for the whole backward pass."""
     if torch.compiler.is_compiling():
         return "general kernels"
-    if isinstance(f.pattern, Packed):
-        return "Hopper"
     name = "one query" if _decodes(f) else "Hopper" if _hopper_passes(f) else "general kernels"
     return f"{name}, one-launch backward" if f.grad and _backward_in_one_launch(f) else name
 

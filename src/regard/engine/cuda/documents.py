@@ -44,10 +44,7 @@ class Tiles(NamedTuple):
     high: Ints
     begin: Ints  # the same of each tile: of any of its members; the end is 0 if none has a partner
     end: Ints
-
-    @property
-    def pairs(self) -> int:
-        return int((self.size * (self.end - self.begin).clip(0)).sum())
+    pairs: int  # that are computed, of all batch rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,9 +71,8 @@ class Packed(Both):
         key = "passes", n, start, by_keys, device
         if (made := self.kept.get(key)) is None:
             tiles = self.tiles(n, start, by_keys)
-            steps = (
-                (DevicePass(_schedule(tiles, self.rows, device), None, False, False),) if tiles.pairs else ()
-            )
+            works = [_schedule(tiles, self.rows, device)] if tiles.pairs else []
+            steps = tuple(DevicePass(work, None, False, False) for work in works)
             made = self.kept.put(key, DevicePasses(steps, bool((tiles.end > 0).all())))
         return made
 
@@ -120,15 +116,18 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     runs, at = [0], 0
     while (at := after[at]) < len(after):
         runs.append(at)
-    begin = edges[runs]
-    long = np.diff(begin, append=size)
-    tiles = -(-long // MEMBERS)
-    nth = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    first = np.repeat(begin, tiles) + MEMBERS * nth
+    tiles = -(-np.diff(edges[runs], append=size) // MEMBERS)
+    first = np.repeat(edges[runs], tiles) + MEMBERS * _nth(tiles)
     empty = (low >= high).ravel()
     low, high = np.where(empty, FAR, low.ravel()), np.where(empty, 0, high.ravel())
-    ends = np.minimum.reduceat(low, first), np.maximum.reduceat(high, first)
-    return Tiles(first, np.diff(first, append=size), low, high, *ends)
+    rows, ends = np.diff(first, append=size), np.maximum.reduceat(high, first)
+    begins = np.minimum.reduceat(low, first)
+    return Tiles(first, rows, low, high, begins, ends, int((rows * (ends - begins).clip(0)).sum()))
+
+
+def _nth(counts: Ints) -> Ints:
+    """0, 1, … for each of these counts."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _schedule(tiles: Tiles, rows: int, device: torch.device) -> "Schedule":
@@ -138,32 +137,23 @@ def _schedule(tiles: Tiles, rows: int, device: torch.device) -> "Schedule":
 
     per_tile = -(-(tiles.end - tiles.begin).clip(0) // MEMBERS)
     tile = np.repeat(np.arange(len(per_tile)), per_tile)
-    nth = np.arange(len(tile)) - np.repeat(np.cumsum(per_tile) - per_tile, per_tile)
-    key = tiles.begin[tile] + MEMBERS * nth
-    held = np.minimum(tiles.end[tile] - key, MEMBERS)
-    latest, earliest = (
-        np.maximum.reduceat(tiles.low, tiles.first),
-        np.minimum.reduceat(tiles.high, tiles.first),
-    )
+    key = tiles.begin[tile] + MEMBERS * _nth(per_tile)
+    latest = np.maximum.reduceat(tiles.low, tiles.first)
+    earliest = np.minimum.reduceat(tiles.high, tiles.first)
     tested = (latest[tile] > key) | (earliest[tile] < key + MEMBERS)
-    order = np.argsort(
-        2 * tile + tested, kind="stable"
-    )  # a tile begins with blocks that need no mask, if it can
-    tile, key, held, tested = tile[order], key[order], held[order], tested[order]
-    begins = np.diff(tile, prepend=-1) > 0
-
-    own = np.arange(MEMBERS)
-    there = own < tiles.size[tile[tested], None]
-    member = np.where(there, tiles.first[tile[tested], None] + own, 0)
-    ends = (np.clip(x[member] - key[tested, None], 0, MEMBERS) * there for x in (tiles.low, tiles.high))
+    order = np.argsort(2 * tile + tested, kind="stable")  # blocks that need no mask come first
+    tile, key, tested = tile[order], key[order], tested[order]
+    of = tile[tested, None]
+    member = tiles.first[of] + np.minimum(np.arange(MEMBERS), tiles.size[of] - 1)  # then the last one again
+    ends = (np.clip(x[member] - key[tested, None], 0, MEMBERS) for x in (tiles.low, tiles.high))
     distinct, which = _distinct(np.concatenate([*ends], axis=1))
     words = torch.from_numpy(_bits(np.pad(distinct, ((1, 0), (0, 0)))))  # the first allows no pair
 
     length = len(tiles.low) // rows
     blocks = np.zeros((len(tile), WIDTH), dtype=np.int32)
-    blocks[:, 0], blocks[:, 1], blocks[:, 8] = key, 1, held
+    blocks[:, 0], blocks[:, 1], blocks[:, 8] = key, 1, np.minimum(tiles.end[tile] - key, MEMBERS)
     blocks[tested, 8] += 256 * (1 + which).astype(np.int32)
-    blocks[:, 9] = TESTED * tested + BEGINS * begins + 256 * tiles.size[tile]
+    blocks[:, 9] = TESTED * tested + BEGINS * (np.diff(tile, prepend=-1) > 0) + 256 * tiles.size[tile]
     blocks[:, 10], blocks[:, 11] = tiles.first[tile] % length, 1
     none = torch.zeros((0, ITEM), dtype=torch.int32)
     work = Schedule(
@@ -204,13 +194,11 @@ def read(f: CallFacts) -> Packed | str:
     if len(words) != 1 or any(x.has_data for x in rest):
         return f"{f.pattern!r} carries data, which no progression describes"
     band: Pattern = reduce(and_, rest) if rest else full()
-    if reason := _unsupported(f, words[0].ids):
+    ids = words[0].ids
+    if reason := _unsupported(f, ids):
         return reason
     if _bounds(band, f.n, f.m, f.offset[0]) is None:
-        return (
-            f"{f.pattern!r}: beside documents, the kernels take a band of i − j (causal, a window, or both)"
-        )
-    ids = words[0].ids
+        return f"{f.pattern!r}: beside documents, kernels take a band of i − j (causal, a window, or both)"
     version = compat.version(ids)
     if version is not None and (found := _by_tensor.get((id(ids), version, band))):
         return found[0]

@@ -82,7 +82,7 @@ def heads_at_a_time(work: Schedule, heads: int, others: Layout, programs: int) -
     """How many heads run at the same time: all, or if the rows of the other side (two tensors like `others`) do not
     fit into the cache, as few as leave every program enough blocks. If programs share tiles, all do."""
     rows = 2 * 2 * math.prod(others.shape)  # bytes
-    if work.slots or work.rows or rows <= CACHE:
+    if work.slots or len(work.rows) > 1 or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
     return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)
@@ -164,10 +164,8 @@ def _split_rows(work: Schedule, heads: int, programs: int, group: int, multiple:
     A batch row with tables of its own has programs by its share of the blocks, and then empty ones, so that all rows
     have as many: a block without members, of a tile without members, writes nothing.
     """
-    of_row, turns = (
-        heads // len(work.rows),
-        -(-MIN_OF_HEAD * heads // programs),
-    )  # programs run in so many turns
+    of_row = heads // len(work.rows)
+    turns = -(-MIN_OF_HEAD * heads // programs)  # in which programs run, one after the other
     cuts, at = [], 0
     for row in work.rows:
         k = max(turns * programs * len(row.blocks) // (of_row * len(work.blocks)), 1)
