@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import compat
@@ -145,10 +146,11 @@ def _schedule(tiles: Tiles, rows: int, device: torch.device) -> "Schedule":
     tile, key, tested = tile[order], key[order], tested[order]
     of = tile[tested, None]
     member = tiles.first[of] + np.minimum(np.arange(MEMBERS), tiles.size[of] - 1)  # then the last one again
-    ends = (np.clip(x[member] - key[tested, None], 0, MEMBERS) for x in (tiles.low, tiles.high))
-    distinct, which = _distinct(np.concatenate([*ends], axis=1))
-    words = torch.from_numpy(_bits(np.pad(distinct, ((1, 0), (0, 0)))))  # the first allows no pair
-
+    ends = (x[member] - key[tested, None] for x in (tiles.low, tiles.high))
+    columns = np.concatenate([np.clip(x, 0, MEMBERS).astype(np.uint8) for x in ends], axis=1)
+    distinct, which = _distinct(columns.view(np.int64))
+    distinct = np.pad(distinct, ((1, 0), (0, 0)))  # the first mask allows no pair
+    words = torch.from_numpy(_bits(distinct.view(np.uint8)))
     length = len(tiles.low) // rows
     blocks = np.zeros((len(tile), WIDTH), dtype=np.int32)
     blocks[:, 0], blocks[:, 1], blocks[:, 8] = key, 1, np.minimum(tiles.end[tile] - key, MEMBERS)
@@ -171,7 +173,7 @@ def _schedule(tiles: Tiles, rows: int, device: torch.device) -> "Schedule":
 BELOW = np.array([(1 << x) - 1 for x in range(MEMBERS + 1)], dtype="<u8")  # the bits of the columns before x
 
 
-def _bits(ends: Ints) -> Ints:
+def _bits(ends: NDArray[np.uint8]) -> NDArray[np.int32]:
     """`tile_lists._bits` of intervals. ends: of each mask, the first column of each row, then the end of each."""
     of_rows = BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]]
     eight = of_rows.view(np.uint8).reshape(-1, 4, 2, 8, 1, 8)  # columns of rows 16 · x + y and 16 · x + y + 8
@@ -211,7 +213,7 @@ def read(f: CallFacts) -> Packed | str:
     return made if version is None else _by_tensor.put((id(ids), version, band), (made, ids))[0]
 
 
-def _packed(ids: Tensor, band: Pattern, data: Ints) -> Packed | str:
+def _packed(ids: Tensor, band: Pattern, data: NDArray[np.integer]) -> Packed | str:
     rows = data.reshape(-1, data.shape[-1])
     rows = rows[:1] if (rows == rows[:1]).all() else rows
     begins = np.diff(rows, axis=1, prepend=rows[:, :1] - 1) != 0
