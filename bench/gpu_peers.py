@@ -57,6 +57,18 @@ ODD = [  # no box of 64 queries divides them; the first is a video of Wan 2.1
     rg.neighborhood((127, 127), 13, border="shifted"),
     rg.neighborhood((13, 30, 45), (5, 9, 9)),
 ]
+
+
+def packed(mean, n=16384, fixed=False):
+    """Causal documents: of this length, or of random lengths with this mean; ids on the host until a row runs."""
+    rng, lengths = random.Random(6), []
+    while sum(lengths) < n:
+        drawn = mean if fixed else 1 + int(rng.expovariate(1 / mean))
+        lengths.append(min(drawn, n - sum(lengths)))
+    return rg.documents(torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))) & c()
+
+
+PACKED = packed(400), packed(2000), packed(512, fixed=True)
 ROWS = [  # pattern, n, width, heads, batch
     *((p, n, 128, 16, 1) for p, n in FIRST + SECOND),
     *((p, n, 64, 16, 1) for p, n in FIRST),
@@ -67,6 +79,7 @@ ROWS = [  # pattern, n, width, heads, batch
     *((g, g.size, 64, 16, 1) for g in GRIDS),
     *((g, g.size, 128, 24, 1) for g in NATTEN),
     *((g, g.size, 128, 12, 1) for g in ODD),
+    *((p, 16384, d, 16, 1) for d in (128, 64) for p in PACKED),
 ]
 ROUNDS = 3
 LONG = 5.0  # milliseconds from which on the launches hide what the CPU does: no graph is measured
@@ -87,6 +100,20 @@ def flash_attention_4(row, **options):
     return lambda q, k, v: flash_attn_func(q, k, v, window_size=(part.left, part.right), **options)[0]
 
 
+def flash_attention_4_documents(row, **options):
+    """By the ends of documents, each a sequence of its own."""
+    from inspect import signature
+
+    from flash_attn.cute import flash_attn_varlen_func
+
+    lengths = torch.bincount(ids_of(row[0]))
+    ends = F.pad(lengths.cumsum(0), (1, 0)).int().cuda()
+    options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}
+    known = signature(flash_attn_varlen_func).parameters
+    longest = {name: int(lengths.max()) for name in ("max_seqlen_q", "max_seqlen_k") if name in known}
+    return lambda q, k, v: flash_attn_varlen_func(q[0], k[0], v[0], **options, **longest)[0][None]
+
+
 def cudnn_flex(row):
     from cudnn.flex_attention import create_mask_plan, flex_attn_func
 
@@ -100,7 +127,10 @@ def flex(row, backend=None):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     pattern, n = row[:2]
-    if n <= 32768:
+    if (ids := ids_of(pattern)) is not None:  # as its users write it
+        causal_documents = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)  # noqa: E731
+        mask = create_block_mask(causal_documents, None, None, n, n, device="cuda")
+    elif n <= 32768:
         mask = create_block_mask(lambda b, h, i, j: pattern.allows(i, j), None, None, n, n, device="cuda")
     else:  # PyTorch's function would make an n × n table
         mask = pattern.block_mask(n, device="cuda")
@@ -125,7 +155,7 @@ def flex_narrow(row):
 def contestants(row):
     """(name, positions before heads?, make)."""
     yield "regard", False, lambda: ours(row)
-    if not row[0].has_data:
+    if not row[0].has_data or ids_of(row[0]) is not None:
         yield "triton", False, lambda: ours(row, backend="triton")
     if isinstance(row[0], c):
         yield "sdpa", False, lambda: ours(row, backend="sdpa")
@@ -135,11 +165,28 @@ def contestants(row):
     if len(parts) == 1:
         yield "FlashAttention-4", True, lambda: flash_attention_4(row)
         yield "FlashAttention-4 same bits", True, lambda: flash_attention_4(row, deterministic=True)
+    if ids_of(row[0]) is not None:
+        yield "flex", False, lambda: ours(row, backend="flex")
+        yield "FlashAttention-4", True, lambda: flash_attention_4_documents(row)
+        yield "FlashAttention-4 same bits", True, lambda: flash_attention_4_documents(row, deterministic=True)
     if isinstance(row[0], rg.neighborhood) and row[1] <= 16384:
         yield "blocks of 64 keys", False, lambda: flex_narrow(row)
     yield "cuDNN flex", True, lambda: cudnn_flex(row)
     yield "FlexAttention", False, lambda: flex(row)
     yield "FlexAttention FLASH", False, lambda: flex(row, "FLASH")
+
+
+def ids_of(pattern):
+    """The ids of a pattern with documents; None for others."""
+    return next((word.ids for word in pattern.leaves() if isinstance(word, rg.documents)), None)
+
+
+def needed(pattern, n):
+    """The pairs of one head."""
+    if (ids := ids_of(pattern)) is None:
+        return pattern.count(n)
+    lengths = torch.bincount(ids)
+    return int((lengths * (lengths + 1) // 2).sum())
 
 
 def intervals(pattern, n):
@@ -229,7 +276,7 @@ def compiled_and_compared(row, tensors, deadline, only):
     turned = [x.transpose(1, 2).contiguous() for x in tensors]
     forward, step, expected, errors, failed = {}, {}, None, {}, {}
     for name, is_turned, make in contestants(row):
-        if only and (name.startswith("Flex") != (only == "flex") or name == "cuDNN flex"):
+        if only and (name.lower().startswith("flex") != (only == "flex") or name == "cuDNN flex"):
             continue
         if any(name.startswith(word) for word in os.environ.get("WITHOUT", "").split()):
             failed[name] = "left out"
@@ -259,11 +306,17 @@ def compiled_and_compared(row, tensors, deadline, only):
 
 def worker(index, folder, deadline, only):
     row = pattern, n, d, heads, batch = ROWS[index]
+    if (ids := ids_of(pattern)) is not None:
+        row = pattern, *_ = rg.documents(ids.cuda()) & c(), *row[1:]
     torch.manual_seed(index)
     random.seed(index)
     tensors = q, k, v, do = [torch.randn(batch, heads, n, d, device="cuda", dtype=BF16) for _ in range(4)]
-    result = {"pattern": repr(pattern), "n": n, "d": d, "heads": heads, "batch": batch}
-    result["needed"] = pattern.count(n) / n**2
+    name = repr(pattern)
+    if ids is not None:
+        lengths = sorted(torch.bincount(ids).tolist())
+        name = f"{len(lengths)} documents of {lengths[0]} to {lengths[-1]} & causal()"
+    result = {"pattern": name, "n": n, "d": d, "heads": heads, "batch": batch}
+    result["needed"] = needed(pattern, n) / n**2
     forward, step, expected, more = compiled_and_compared(row, tensors, deadline, only)
     if only:
         return

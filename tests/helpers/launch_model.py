@@ -153,7 +153,7 @@ class Model:
         allowed = case.pattern.allowed(n, m, (case.start, case.step), call.device).numpy()
         wanted = np.zeros((b, h, n, b, h_kv, m), dtype=np.int16)
         for row, head in np.ndindex(b, h):
-            wanted[row, head, :, row, head // (h // h_kv)] = allowed
+            wanted[row, head, :, row, head // (h // h_kv)] = np.broadcast_to(allowed, (b, 1, n, m))[row, 0]
         self.wanted = wanted.reshape(self.queries, self.keys)
         both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
         layouts = dict(zip(("q", "k", "v", "o", "do"), call.tensors))
@@ -224,7 +224,10 @@ class TileKernel:
     def run(self, launch: Any) -> None:
         """The last program first, each as far as it gets: no GPU does that, but the order must not matter."""
         count, cooperative = launch.grid[0], "launch_cooperative_grid" in launch.options
-        self.require(count == len(self.given["CHUNKS"]) * self.given["all_heads"], "a grid of another size")
+        self.chunks, rest = divmod(count, self.given["all_heads"])  # of a head
+        tables = self.given["all_heads"] // self.given["heads"] if self.S.BY_ROW else 1
+        is_fit = rest == 0 and len(self.given["CHUNKS"]) == self.chunks * tables
+        self.require(is_fit, "a grid of another size")
         if self.S.CHAINED:
             self.require(cooperative and count <= self.model.case.programs, "programs wait for idle ones")
             self.require(self.model.program.zeroed, "counters do not begin at 0")
@@ -250,8 +253,9 @@ class TileKernel:
     def program(self, p: int) -> Iterator[None]:
         """One program, tile by tile; it yields where it has to wait."""
         together = self.given["together"]
-        turn, nth = divmod(p, len(self.given["CHUNKS"]) * together)
+        turn, nth = divmod(p, self.chunks * together)
         chunk, bh = nth // together, turn * together + nth % together
+        chunk += self.chunks * (bh // self.given["heads"]) if self.S.BY_ROW else 0
         lo, hi, _, _, *words = self.given["CHUNKS"][chunk]
         blocks = self.given["BLOCKS"][lo:hi]
         self.require(words == blocks[0], "a chunk has other words than its first block")
@@ -267,9 +271,12 @@ class TileKernel:
             if is_awaited:
                 self.counters[counter] += 1
 
+    def member(self, words: np.ndarray, a: np.ndarray) -> np.ndarray:
+        return words[10] + (words[11] * a if self.S.spread is None else self.S.spread(a, words[11]))
+
     def members(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The members of a block's tile, and which of them are written."""
-        x = words[10] + (words[11] * A if self.S.spread is None else self.S.spread(A, words[11]))
+        x = self.member(words, A)
         position = x if self.by_keys else self.given["start"] + self.given["step"] * x
         owned = True if self.S.owned is None else self.S.owned(A, words[11])
         return x, ((words[9] >> 8 & 255) > A) & kept(self.S.keep, position) & owned
@@ -295,6 +302,8 @@ class TileKernel:
         same = (blocks[:, 10:] == blocks[0, 10:]).all() and len(set(blocks[:, 9] >> 8 & 255)) == 1
         self.require(same, "the blocks of a tile are of different tiles")
         own = self.rows(self.own, b, h, x[mine])
+        past_the_end = np.minimum(A, (blocks[0, 9] >> 8 & 255) - 1)  # the last member is read again
+        self.rows(self.own, b, h, self.member(blocks[0], past_the_end))
         if not self.by_keys:
             self.use_stats(own, bh * n + x[mine])
         counts = np.zeros((R, model.queries if self.by_keys else model.keys), dtype=np.int16)

@@ -14,12 +14,21 @@ from unittest import mock
 import pytest
 import torch
 
+from regard.engine.cuda.documents import _packed
 from regard.pattern import blocks, causal, dilated, every, neighborhood, rows, sinks, strided, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 SPARSE = causal() & (window(128) | every(64))
 CHAINED = causal() & (window(64) | dilated(64, 8) | dilated(64, 64))
+
+
+def packed(*lengths, n=8192):
+    """Causal documents of these lengths, one length for each batch row."""
+    ids = torch.stack([torch.arange(n) // length for length in lengths])
+    return _packed(ids, causal(), ids.numpy())
+
+
 CASES = [
     ("hopper_forward", SPARSE, 64),
     ("hopper_forward", SPARSE, 80),  # scores over 80 of 128 columns
@@ -29,6 +38,7 @@ CASES = [
     ("hopper_forward", causal() & window(64), 40),  # a stride that is a multiple of 8 and not of 16
     ("hopper_forward", CHAINED, 64, 1),  # a pass that goes on from an earlier one, and a later one from it
     ("hopper_dq", SPARSE, 128),  # two programs have room, to the byte
+    ("hopper_forward", packed(100, 300), 64),  # a table for each batch row
 ]
 OTHER_CASES = [  # in `make long`
     ("hopper_forward", window(128) | every(64), 128),  # blocks of two progressions
@@ -44,6 +54,9 @@ OTHER_CASES = [  # in `make long`
     ("hopper_dq", SPARSE, 256),  # two warpgroups
     ("hopper_dkv", SPARSE, 256, 1),
     ("hopper_forward", CHAINED, 128),
+    ("hopper_forward", packed(100, 300), 128),
+    ("hopper_dq", packed(100, 300), 128),
+    ("hopper_dkv", packed(100, 300), 128),
 ]
 SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor; of them, reserved for each program
 
@@ -214,12 +227,25 @@ def test_scores_are_computed_over_the_width_of_a_head(results):
 
 @pytest.mark.parametrize("which", ["hopper_forward", "hopper_dq", "hopper_dkv"])
 def test_patterns_of_one_form_run_the_same_kernel(which):
-    """Or else every new window would be compiled for seconds."""
-    wide, narrow, other = (
-        launches_of(which, pattern, 64, 2048)[0][0]
-        for pattern in (window(100), causal() & window(31), causal() & blocks(100) - strided(7))
+    """Or else every new window, and every new batch of documents, would be compiled for seconds."""
+    documents, long_ones = packed(3, n=2048), packed(2048, n=2048)
+    wide, *others = (
+        launches_of(which, pattern, 64, 2048)[0]
+        for pattern in (
+            window(100), causal() & window(31), causal() & blocks(100) - strided(7), documents, long_ones
+        )
+    )  # fmt: skip
+    assert all(x[0].sizes == wide[0].sizes and x[0].options == wide[0].options for x in others)
+    assert len(others[-2]) == len(others[-1]) == 1
+
+
+@pytest.mark.parametrize("which", ["hopper_forward", "hopper_dq", "hopper_dkv"])
+def test_documents_of_each_batch_row_are_one_more_kernel_and_no_more(which):
+    one, two, others = (
+        launches_of(which, pattern, 64, 2048)[0][0].sizes["S"]
+        for pattern in (packed(3, n=2048), packed(3, 2048, n=2048), packed(64, 65, n=2048))
     )
-    assert wide.sizes == narrow.sizes == other.sizes and wide.options == other.options
+    assert two == others and two._replace(BY_ROW=one.BY_ROW) == one and two != one
 
 
 @pytest.mark.long
@@ -231,19 +257,25 @@ def test_hopper_kernels_compile_for_wide_heads_and_blocks_of_two_progressions(ot
 @pytest.mark.long
 def test_hopper_kernels_compile_for_grids_in_lines_and_in_boxes(other_results):
     assert_compiled(other_results[2], "hopper_forward")
-    for at, name in ((3, "hopper_dkv"), (6, "hopper_forward"), (7, "hopper_dq")):
+    for at, name in ((3, "hopper_dkv"), (6, "hopper_forward"), (7, "hopper_dq"), (8, "hopper_dkv")):
         assert_compiled(other_results[at], name, segments=2)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("at", "name"), [(8, "hopper_forward"), (9, "hopper_dq"), (10, "hopper_dkv")])
+@pytest.mark.parametrize(("at", "name"), [(13, "hopper_forward"), (14, "hopper_dq"), (15, "hopper_dkv")])
+def test_hopper_kernels_compile_for_documents_of_each_batch_row(other_results, at, name):
+    assert_compiled(other_results[at], name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("at", "name"), [(9, "hopper_forward"), (10, "hopper_dq"), (11, "hopper_dkv")])
 def test_hopper_kernels_compile_for_heads_of_256(other_results, at, name):
     assert_compiled(other_results[at], name)
     assert other_results[at]["fenced"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("at", "name"), [(4, "hopper_dq"), (5, "hopper_dkv"), (11, "hopper_forward")])
+@pytest.mark.parametrize(("at", "name"), [(4, "hopper_dq"), (5, "hopper_dkv"), (12, "hopper_forward")])
 def test_passes_in_one_launch_wait_for_what_others_have_written_before_they_read_it(other_results, at, name):
     assert_compiled(other_results[at], name)
     assert other_results[at]["cooperative"] and not other_results[at]["early"]

@@ -94,12 +94,14 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("make", PATTERNS.values(), ids=PATTERNS)
-def test_auto_takes_flex_and_it_is_right(make):
-    pattern, inputs = make(), qkv()
+@pytest.mark.parametrize("name", PATTERNS)
+def test_auto_takes_flex_and_it_is_right(name):
+    """On Hopper, documents are faster by kernels of our own (test_gpu_documents.py), so there flex is named."""
+    pattern, inputs = PATTERNS[name](), qkv()
     call_facts = CallFacts(pattern, N, N, D, D, B, H, H, torch.bfloat16, "cuda", grad=True, return_lse=True)
-    assert choose(call_facts).backend == "flex"
-    assert_within_twice_the_error_of_plain(run("auto", inputs, pattern), inputs, pattern)
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    assert choose(call_facts).backend == ("triton" if is_hopper and "documents" in name else "flex")
+    assert_within_twice_the_error_of_plain(run("flex", inputs, pattern), inputs, pattern)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

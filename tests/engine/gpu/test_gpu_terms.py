@@ -160,7 +160,10 @@ TERM_PATTERNS = {
     "global rows": MIXED,
     "empty rows": rg.window(40) & ~rg.rows(3) & rg.sinks(500),
     "grid": rg.neighborhood((35, 20), 7),
+    "documents": lambda: rg.causal() & rg.documents(PACKED[0].cuda()),
+    "documents by row": lambda: rg.window(90) & rg.documents(PACKED.cuda()),
 }
+PACKED = torch.stack([torch.arange(700) // size for size in (150, 64, 23)])
 TERMS = {
     "softcap": {"softcap": 5.0},
     "sink": {"sink_logits": "randn"},
@@ -171,7 +174,7 @@ TERMS = {
 
 
 def term_options(name, pattern, h):
-    options = {"pattern": pattern} | TERMS[name]
+    options = {"pattern": pattern() if callable(pattern) else pattern} | TERMS[name]
     if "sink_logits" in options:
         options["sink_logits"] = 2 * torch.randn(
             h, device="cuda", generator=torch.Generator("cuda").manual_seed(7)
@@ -213,7 +216,9 @@ def test_terms_of_wide_heads_offsets_and_heads_inside(term):
 
 
 @on_hopper
-@pytest.mark.parametrize("name", ["causal", "lines", "several passes", "global rows", "empty rows"])
+@pytest.mark.parametrize(
+    "name", ["causal", "lines", "several passes", "global rows", "empty rows", "documents"]
+)
 def test_gradients_of_sinks_and_of_the_log_sum_exp_are_the_formulas(name):
     """The kernels give delta where one pass has every row; elsewhere it is computed beside them."""
     for term in ("sink", "all"):

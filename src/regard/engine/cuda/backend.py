@@ -18,6 +18,7 @@ from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared,
 from ..compiled_ops import sample_seed, sparse_attention
 from ..plan import keys_visited, plan, run_formulas, why_masked
 from .call import CallLayout, Task, contiguous, one_launch, task
+from .documents import Packed, read
 
 MAX_HEAD_DIM = 256  # what the kernels hold
 MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
@@ -26,6 +27,9 @@ MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
 # call, which is as much as SDPA's (gpu_rows.py, host), and with lengths, a bias or other terms.
 PAIR, PAIR_GRAD, QUERY = 2.0 * 5e-13, 8.0 * 5e-13, 64 * 5e-13
 CALL, CALL_ONE_LAUNCH, CALL_GRAD, CALL_TERMS_GRAD = 20e-6, 0.0, 40e-6, 130e-6
+# Documents: FlexAttention estimates half a picosecond for a pair from so many pairs of a head on, allowed or not; it
+# takes 1.4 to 2.3 times as long as these kernels where the keys of a query are one interval (bench/gpu_peers.py).
+MIN_PAIRS, MAX_PAIR = 1 << 22, 0.6 * 5e-13
 
 
 class Triton:
@@ -38,7 +42,8 @@ class Triton:
         if f.device_type != "cuda":
             return f"it runs on CUDA, not on {f.device_type}"
         if f.pattern.has_data and (f.observed or not isinstance(f.pattern, neighborhood)):
-            return f"{f.pattern!r} carries data, which no progression describes"
+            found = read(f)
+            return found if isinstance(found, str) else None
         if f.dtype == torch.float64:
             return "the Triton kernels take float32, float16 or bfloat16, not float64"
         if max(f.d_k, f.d_v) > MAX_HEAD_DIM:
@@ -52,6 +57,8 @@ class Triton:
     def estimate(self, f: CallFacts) -> float:
         if f.unmasked:  # no sparse kernel is faster than the dense one
             return f.pairs * (PAIR_GRAD if f.grad else PAIR) + CALL
+        if isinstance(packed := _pattern(f), Packed):
+            return _of_documents(f, packed)
         computed = f.flat_heads * _computed(f)
         if not f.grad:
             return computed * PAIR + f.flat_heads * f.n * QUERY + CALL
@@ -59,6 +66,11 @@ class Triton:
         return computed * PAIR_GRAD + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else call)
 
     def prepare(self, f: CallFacts) -> Prepared:
+        if isinstance(packed := _pattern(f), Packed):
+            f = replace(f, pattern=packed)
+            return Prepared(
+                self.name, "Hopper", lambda: _computed(f), lambda call: _run(call, f), joins_sink=True
+            )
         build = (lambda: _prepared_launches(f)) if _is_direct(f) and not f.observed else None
         made = variant(f), lambda: _visited(f), lambda call: _run(call, f), build
         return Prepared(self.name, *made, joins_sink=not f.observed)
@@ -70,7 +82,24 @@ def _is_direct(f: CallFacts) -> bool:
     return rest.only_pattern
 
 
+def _pattern(f: CallFacts) -> Pattern:
+    """The pattern; of documents, with the ids as they were read."""
+    if not f.pattern.has_data or isinstance(f.pattern, neighborhood):
+        return f.pattern
+    found = read(f)
+    return f.pattern if isinstance(found, str) else found
+
+
+def _of_documents(f: CallFacts, packed: Packed) -> float:
+    computed = f.flat_heads * packed.tiles(f.n, f.offset[0], False).pairs / packed.rows
+    time = computed * PAIR_GRAD + CALL_GRAD if f.grad else computed * PAIR + f.flat_heads * f.n * QUERY + CALL
+    return min(time, f.pairs * MAX_PAIR) if f.n * f.m >= MIN_PAIRS else time
+
+
 def _computed(f: CallFacts) -> int:
+    """The pairs of one head; of documents, of one head of all batch rows whose ids may differ."""
+    if isinstance(f.pattern, Packed):
+        return f.pattern.tiles(f.n, f.offset[0], False).pairs * f.data_rows // f.pattern.rows
     return keys_visited(f.pattern, f.offset[0], f.m) if _decodes(f) else plan(*f.place).computed
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ..call import Extras, Options, Place
+from .documents import Packed
 
 LOG2E = 1.4426950408889634
 
@@ -175,7 +176,11 @@ def task(
     """The task, with the stored configuration of these widths unless one is given."""
     reach = None if extras.table is None else extras.table.shape[-1] // 2
     stored = default(q.shape[-1], v.shape[-1], q.dtype) if configs is None else configs
-    return _task(options, reach, extras.slopes is not None, stored, configs is None)
+    given = options, reach, extras.slopes is not None, stored, configs is None
+    if not isinstance(options.pattern, Packed):
+        return _task(*given)
+    kept = options.pattern.kept  # which is dropped with the ids
+    return kept.get(given) or kept.put(given, _task.__wrapped__(*given))
 
 
 # Shapes and strides
@@ -269,7 +274,9 @@ def one_launch(n: int, m: int, heads: int, width: int) -> bool:
 
 def one_launch_config(call: CallLayout) -> Config | None:
     """The configuration of the one-launch backward; None if there is none, or if the call is too long or too wide, or
-    has extras."""
+    has extras or documents."""
     b, h, _, n, m, d_k, d_v = call.sizes
+    if isinstance(call.task.pattern, Packed):
+        return None
     short = one_launch(n, m, b * h, max(d_k, d_v)) and not exceeds_int32(*call.tensors)
     return call.task.configs.one_launch if short and call.task.plain and not call.lengths else None

@@ -14,6 +14,7 @@ from ..call import Call, Extras
 from ..reference_backend import gradients
 from . import launches
 from .call import PLAIN, CallLayout, Task, kinds_of_rows, layout, on_device, padded
+from .documents import Packed
 from .prepared import PREPARED, current_device, raw_stream
 
 _find = PREPARED.get  # bound once: on the path of a launch every attribute lookup counts
@@ -24,8 +25,10 @@ _find = PREPARED.get  # bound once: on the path of a launch every attribute look
 
 def _once_per_layout(make: Callable[[CallLayout], Any]) -> Callable[[CallLayout], Any]:
     def find(call: CallLayout) -> Any:
-        found = _find((make, call))
-        return PREPARED.put((make, call), make(call)) if found is None else found
+        pattern = call.task.pattern
+        cache = pattern.kept if isinstance(pattern, Packed) else PREPARED
+        found = cache.get((make, call))
+        return cache.put((make, call), make(call)) if found is None else found
 
     return find
 

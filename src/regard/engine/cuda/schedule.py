@@ -52,6 +52,8 @@ class Schedule:
     ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
     chained: bool = False  # … and wait for one another
     masks: Any = None  # of the Hopper kernels: tile_lists.Masks
+    # Of documents: the schedule of each batch row, or one for all; `blocks` and `ends` are those of all, on the host.
+    rows: tuple["Schedule", ...] = ()
 
 
 class Sides(NamedTuple):

@@ -26,6 +26,10 @@ MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
 MAX_IN_TILE = 8  # blocks of a tile of chained passes: with more, reading rows again matters less than waiting
 MIN_RUN = 256  # blocks of a program where heads take turns: a program's first product waits for memory
 PIECE = 8  # blocks of one piece of a split tile
+MIN_OF_HEAD, MIN_BLOCKS = (
+    8,
+    16,
+)  # documents: programs of a head, so that rounding loses little; blocks of a program
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that rows may use
 
 
@@ -39,6 +43,12 @@ class WorkSplit:
     joins: Tensor  # (y, 8), as in Schedule
     slots: int
     masks: Tensor  # the words of tile_lists.Masks
+    rows: int = 1  # batch rows with chunks of their own, as many of each, one row after the other
+
+    @property
+    def programs(self) -> int:
+        """Of one head."""
+        return len(self.chunks) // self.rows
 
 
 def by_length(route: DevicePasses, programs: int) -> DevicePasses:
@@ -72,7 +82,7 @@ def heads_at_a_time(work: Schedule, heads: int, others: Layout, programs: int) -
     """How many heads run at the same time: all, or if the rows of the other side (two tensors like `others`) do not
     fit into the cache, as few as leave every program enough blocks. If programs share tiles, all do."""
     rows = 2 * 2 * math.prod(others.shape)  # bytes
-    if work.slots or rows <= CACHE:
+    if work.slots or len(work.rows) > 1 or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
     return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)
@@ -94,6 +104,8 @@ def split_work(
     dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
     backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
+    if work.rows:
+        return _split_rows(work, heads, programs, group, multiple, dynamic_share, backwards)
     per_tile, split = np.diff(work.ends, prepend=0), work.slots > 0
     size, table = group * per_tile, work.blocks.cpu().numpy()
     k = min(max(programs // heads, 1), int(size.sum()) if split else len(size))
@@ -130,7 +142,7 @@ def split_work(
     joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, slot[heads_of], pieces, padding])
 
     def move(x: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(work.blocks.device)
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(work.masks.words.device)
 
     each = slot[of]
     cuts = starts[np.flatnonzero(np.diff(program_of, prepend=-1))]
@@ -144,6 +156,36 @@ def split_work(
     begins = np.append(0, ends[:-1])
     runs = np.column_stack([begins, ends, begins, ends, blocks[begins]])
     return WorkSplit(move(blocks), move(runs), move(each), move(joins), int(parted.sum()), work.masks.words)
+
+
+def _split_rows(work: Schedule, heads: int, programs: int, group: int, multiple: int, *how: Any) -> WorkSplit:
+    """The same of documents, whose heads stay apart: with all heads in one table, preparing new ids took 40 ms.
+
+    A batch row with tables of its own has programs by its share of the blocks, and then empty ones, so that all rows
+    have as many: a block without members, of a tile without members, writes nothing.
+    """
+    of_row = heads // len(work.rows)
+    turns = -(-MIN_OF_HEAD * heads // programs)  # in which programs run, one after the other
+    cuts, at = [], 0
+    for row in work.rows:
+        k = max(turns * programs * len(row.blocks) // (of_row * len(work.blocks)), 1)
+        k = min(k, max(len(row.blocks) // MIN_BLOCKS, programs // heads))
+        cuts.append(split_work(row, of_row, k * of_row, group, multiple, *how) if len(row.blocks) else None)
+    made = [cut for cut in cuts if cut is not None]
+    empty = made[0].blocks.new_zeros(multiple, made[0].blocks.shape[1])
+    empty[:, 9], empty[0, 9] = TESTED, TESTED | BEGINS
+    blocks = torch.cat([*(cut.blocks for cut in made), empty])
+    last = torch.cat([blocks.new_tensor([len(blocks) - multiple, len(blocks)] * 2), empty[0]])
+    chunks = last.repeat(len(cuts), max(len(cut.chunks) for cut in made), 1)
+    for runs, cut in zip(chunks, cuts):
+        if cut is not None:
+            runs[: len(cut.chunks)] = cut.chunks
+            runs[: len(cut.chunks), :4] += at
+            at += len(cut.blocks)
+    tables = blocks, chunks.flatten(0, 1), blocks.new_full((len(blocks),), -1), made[0].joins
+    masks = work.masks.words
+    blocks, runs, slot, joins = (x.to(masks.device) for x in tables)
+    return WorkSplit(blocks, runs, slot, joins, 0, masks, len(cuts))
 
 
 def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles_each: int) -> Ints:
@@ -357,7 +399,7 @@ def flatten_heads(
     """
     b, h, n, _ = layouts[0].shape
     times = b * h
-    if times == 1 or one.work.slots or times * len(one.work.blocks) > MAX_BLOCKS:
+    if times == 1 or one.work.slots or one.work.rows or times * len(one.work.blocks) > MAX_BLOCKS:
         return one, layouts
     long = as_one_head(layouts)
     # The members whose results count must be the same when all shift by n, and a kernel computes their positions in

@@ -37,6 +37,7 @@ from .static import (
     gl,
     gluon,
     hide,
+    in_table,
     let_next,
     limits_of,
     load_words,
@@ -204,7 +205,7 @@ def hopper_dq(
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
     begin = bh.to(gl.int64) * n
     LSE, DLSE, LSE2, DELTA = LSE + begin, DLSE + begin, LSE2 + begin, DELTA + begin
-    CHUNKS += 16 * chunk
+    CHUNKS += 16 * in_table(chunk, b, all_heads, S)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))
     if not S.LATE:
@@ -397,7 +398,7 @@ def hopper_dkv(
     K, V = K + b * k_b + h * k_h, V + b * v_b + h * v_h
     DK, DV = DK + b * dk_b + h * dk_h, DV + b * dk_b + h * dk_h
     LSE2, DELTA = LSE2 + bh.to(gl.int64) * S.GROUP * n, DELTA + bh.to(gl.int64) * S.GROUP * n
-    CHUNKS += 16 * chunk
+    CHUNKS += 16 * in_table(chunk, b, all_heads, S)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     KIND: gl.constexpr = Q.dtype.element_ty

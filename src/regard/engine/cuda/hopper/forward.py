@@ -24,6 +24,7 @@ from .static import (
     gluon,
     hide,
     hopper,
+    in_table,
     let_next,
     limits_of,
     load_words,
@@ -346,7 +347,7 @@ def hopper_forward(
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
-    CHUNKS += 16 * chunk
+    CHUNKS += 16 * in_table(chunk, b, all_heads, S)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     if S.LETS:
         lo = let_next(lo)

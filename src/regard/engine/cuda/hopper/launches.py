@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import CallLayout, Config, Layout, contiguous, padded
+from ..documents import Packed
 from ..launches import PARTS, Launches, _merge, _multiprocessors, _parts, _sum, joins_sink
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
@@ -48,7 +49,9 @@ def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePass
     not boxes, as what adds up the parts of a tile expects that its rows have one step."""
     (b, h), where = call.tensors[1 if by_keys else 0].shape[:2], (call.place, by_keys, call.device)
     programs = max(programs_at_a_time(config, call.device) // (b * h), 1)
-    return in_boxes(*where) or by_length(with_masks(*where), programs)
+    if not isinstance(call.task.pattern, Packed):
+        return in_boxes(*where) or by_length(with_masks(*where), programs)
+    return call.task.pattern.passes(*where)
 
 
 def launched_passes(
@@ -92,7 +95,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
             together, cut = b * h, mixed[3]
         early = late or (step.accumulates and not counters)
         launch = Launch(
-            hopper_forward, len(cut.chunks) * b * h, config, *q.strides, *k.strides, *v.strides, *out.strides,
+            hopper_forward, cut.programs * b * h, config, *q.strides, *k.strides, *v.strides, *out.strides,
             h, b * h, together, h // h_kv, n, task.start, task.step, *task.factors, shape[2], shape[1], early=early,
             cooperative=counters > 0, S=hopper_static(step, config, call)._replace(
                 SPLIT=cut.slots > 0, LATE=late, SINKS=joins_sink(call, route),
@@ -125,7 +128,7 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         together = heads_at_a_time(step.work, b * h, k, at_a_time)
         cut = split_work(step.work, together, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
         launch = Launch(
-            hopper_dq, len(cut.chunks) * b * h, config,
+            hopper_dq, cut.programs * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
             h, b * h, together, h // h_kv, n, task.start, task.step, task.scale, *task.factors,
             early=not counters, cooperative=counters > 0,
@@ -198,7 +201,7 @@ def _by_keys(
     together = heads_at_a_time(step.work, b * heads, q, at_a_time)
     cut = split_work(step.work, together, at_a_time, group, 2, share, backwards)
     launch = Launch(
-        hopper_dkv, len(cut.chunks) * b * heads, config,
+        hopper_dkv, cut.programs * b * heads, config,
         *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides,
         heads, b * heads, together, q.shape[2], 0 if left is None else len(left[1]), rows * h_kv, m,
         task.scale, *task.factors,

@@ -52,6 +52,7 @@ class Static(NamedTuple):
     LENGTHS: int = 0  # 1: where the keys of a batch row end is given; 2: where they begin and end
     CAPPED: bool = False  # the scores have a softcap
     SINKS: bool = False  # forward: the softmax of each row has one more score, that of its head
+    BY_ROW: bool = False  # each batch row has chunks of its own
     # If tiles are boxes and blocks are lists: (a, hop) → the distance of member a of a tile from its first member.
     spread: Any = None
     owned: Any = None  # … and (a, hop) → whether it belongs to the tile; None: all members do
@@ -80,7 +81,7 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
         for name, text in (("spread", work.masks.spread), ("owned", work.masks.owned))
     )
     made = made._replace(LENGTHS=call.lengths, CAPPED=call.task.softcap is not None)
-    return made._replace(CHAINED=work.chained, spread=spread, owned=owned)
+    return made._replace(CHAINED=work.chained, BY_ROW=len(work.rows) > 1, spread=spread, owned=owned)
 
 
 @lru_cache(maxsize=1024)
@@ -94,6 +95,15 @@ def place_of(all_heads, together):
     """The head and the chunk of a program; `together` heads run at the same time, and then the next."""
     p, programs = gl.program_id(0), gl.num_programs(0) // all_heads * together
     return p // programs * together + p % programs % together, p % programs // together
+
+
+@gluon.jit
+def in_table(chunk, b, all_heads, S: gl.constexpr):
+    """Where a chunk of batch row b is in the table of chunks."""
+    if S.BY_ROW:
+        return chunk + b.to(gl.int32) * (gl.num_programs(0) // all_heads)
+    else:
+        return chunk
 
 
 # The words of a block (see schedule.py). The gradients copy them to shared memory with the rows of an earlier block:
