@@ -176,6 +176,7 @@ def test_gradients_are_those_of_the_ids_that_the_forward_pass_read():
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_only_the_first_call_waits_for_the_gpu():
     pattern, inputs = documents(ids()) & causal(), qkv()
 
