@@ -78,6 +78,12 @@ def sparse(
 ) -> tuple[Tensor, Tensor]:
     """extras: table, slopes, lengths, seed and ids, as Extras has them; pattern: its text; offset: start, step;
     factors: scale, dropout_p, softcap or 0."""
+    if compat.higher_derivatives():  # a graph is guarded by the transforms of torch.func, not by dual numbers
+        raise BackendError(
+            "this graph of sparse attention was compiled without forward-mode derivatives, and is called inside "
+            "torch.autograd.forward_ad.dual_level(); use torch.func.jvp, which compiles another graph, or call "
+            "torch.compiler.reset() and compile inside dual_level()"
+        )
     given, options = extras_of(extras), options_of(pattern, offset, factors)
     if q.is_cuda:
         from .cuda import backend as triton
