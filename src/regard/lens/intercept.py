@@ -41,6 +41,7 @@ from .provenance import Provenance, Weights
 from .score_mods import RegardArguments
 
 ATTENTION_NAME = re.compile(r"atten|attn", re.IGNORECASE)
+COMPILED_PART = re.compile(r"(^|\.)_orig_mod(?=\.|$)")  # torch.compile's name for the module that it compiles
 VARIABLE_LENGTH = aten_operators("_flash_attention_forward", "_efficient_attention_forward")
 ENCODER_LAYER = aten_operator("_transformer_encoder_layer_fwd")
 
@@ -411,7 +412,7 @@ def _module_paths(model: Any) -> dict[int, str]:
     owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     if not isinstance(owner, nn.Module):
         return {}
-    return {id(m): path.removeprefix("_orig_mod").lstrip(".") for path, m in owner.named_modules()}
+    return {id(m): COMPILED_PART.sub("", path).lstrip(".") for path, m in owner.named_modules()}
 
 
 def _weights(model: Any) -> list[Tensor]:
