@@ -140,7 +140,9 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
 
 def _failing_calls(outcome: Outcome) -> Cause:
     """The cause where every law that does not hold failed in a call: nothing is known about the outputs."""
-    fix = "accept every batch size and length, and keep nothing between calls, such as a cache of another size"
+    fix = (
+        "accept every batch size and length, and keep nothing between calls, such as a cache of another size"
+    )
     return Cause(
         "calls of some sizes fail", "calls fail", fix, f"{outcome.law.number}: {outcome.message}", exact=False
     )
