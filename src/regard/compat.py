@@ -229,9 +229,7 @@ class _NoDispatchMode(nullcontext):
 DispatchMode: Any = _first(_from_python_dispatch("TorchDispatchMode"), lambda: _NoDispatchMode)
 CAN_DISPATCH = DispatchMode is not _NoDispatchMode
 # () → context manager in which no dispatch mode is active. Without it, the interceptor's own pause suffices.
-without_dispatch_modes: Callable[[], Any] = _first(
-    _from_python_dispatch("_disable_current_modes"), lambda: nullcontext
-)
+without_dispatch_modes: Any = _first(_from_python_dispatch("_disable_current_modes"), lambda: nullcontext)
 
 
 def clear_compiler_tables() -> None:
@@ -262,11 +260,8 @@ def storage_id(x: Tensor) -> int:
 
 
 # CUDA and Triton. Triton itself is imported by the functions below, when a kernel first runs.
-
 # () → index of the current CUDA device.
-current_device: Callable[[], int] = _first(
-    lambda: torch._C._cuda_getDevice, lambda: torch.cuda.current_device
-)
+current_device: Any = _first(lambda: torch._C._cuda_getDevice, lambda: torch.cuda.current_device)
 # (device) → handle of its current stream.
 raw_stream: Callable[[int], int] = _first(
     lambda: torch._C._cuda_getCurrentRawStream,
@@ -358,7 +353,6 @@ foreach_copy_: Callable[[list[Tensor], list[Tensor]], Any] = _first(
 
 
 # Products with a constant matrix, on a CPU in inference.
-
 PACKED_FOR_ROWS = 64  # the number of rows for which the packed layout is chosen; others are as fast
 
 
@@ -408,13 +402,19 @@ def denormals_flushed() -> bool:
 
 
 # Running modules on meta tensors as if on another device, for rg.cost.
-
 AUTOCAST_KEY = "AutocastIPU"  # a dispatch key that no backend of today uses: its kernels are those of rg.cost
 
 
 def has_kernel(name: str, key: str) -> bool:
     """Whether the operator `aten::name.overload` has a C++ kernel of this kind, such as "AutocastCUDA"."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def call_parts(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """op(…) by the operators that define it, which dispatch modes intercept; NotImplemented if that is unknown."""
+    explicit, call = "CompositeExplicitAutograd", getattr(op, "_op_dk", None)
+    kind = next((k for k in (explicit, f"{explicit}NonFunctional") if has_kernel(op.name(), k)), None)
+    return call(getattr(torch._C.DispatchKey, kind), *args, **kwargs) if call and kind else NotImplemented
 
 
 def autocast_operators(device: str) -> list[str]:

@@ -37,6 +37,13 @@ class BackendError(RegardError, RuntimeError):
     """A backend requested by name that cannot run this call."""
 
 
+DUAL_NUMBERS = (
+    "this graph of sparse attention was compiled without forward-mode derivatives, and is called inside "
+    "torch.autograd.forward_ad.dual_level(); use torch.func.jvp, which compiles another graph, or call "
+    "torch.compiler.reset() and compile inside dual_level()"
+)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of an "unknown name" message: the closest known name, or all of them.
 

@@ -274,3 +274,28 @@ def test_a_backend_that_cannot_be_traced_says_so():
         "backend='tiles' cannot run this: torch.jit.trace records PyTorch's own operations, and no others; "
         "use backend='sdpa'"
     )
+
+
+@pytest.mark.compiled
+def test_dual_numbers_in_a_graph_that_was_compiled_without_them_are_refused_with_what_works():
+    """It was PyTorch's own error: "You must implement the jvp function for custom autograd.Function"."""
+    q, k, v = (randn(1, 2, N, 8, seed=seed) for seed in range(3))
+
+    def attend(q, k, v):
+        return rg.attention(q, k, v, PATTERNS["window"])
+
+    def tangent():
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(compiled(*map(forward_ad.make_dual, (q, k, v), (k, v, q)))).tangent
+
+    right = torch.func.jvp(attend, (q, k, v), (k, v, q))[1]
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="aot_eager")
+    assert_close(compiled(q, k, v), attend(q, k, v))
+    with pytest.raises(
+        BackendError, match=r"compiled without forward-mode derivatives.*use torch\.func\.jvp"
+    ):
+        tangent()
+    assert_close(torch.func.jvp(compiled, (q, k, v), (k, v, q))[1], right)
+    torch.compiler.reset()
+    assert_close(tangent(), right)

@@ -720,3 +720,50 @@ class Dropped(nn.Module):
 def test_dropout_of_any_name_is_no_difference_between_training_and_evaluation():
     assert try_law(law("L56"), adapt(Dropped()), FEW).status == "holds"
     assert try_law(law("L56"), adapt(Dropped(p=0.0, factor=1.1)), FEW).status == "broken"
+
+
+class RoundedInside(nn.Module):
+    """Attention whose norm or softmax is computed in float32, whatever the dtype, as in most language models."""
+
+    def __init__(self, where):
+        super().__init__()
+        torch.manual_seed(0)
+        self.where = where
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        if self.where == "norm":
+            wide = x.float()
+            x = (wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt()).type_as(x)
+        q, k, v = (w(x).unflatten(-1, (4, -1)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        dtype = torch.float32 if self.where == "softmax" else x.dtype
+        weights = (q @ k.mT / 2).softmax(-1, dtype=dtype).type_as(q)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("where", ["norm", "softmax"])
+def test_a_module_that_computes_in_float32_inside_has_no_wrong_gradient(where):
+    """Differences of its outputs in float64 have the steps of float32; its gradients were reported as wrong."""
+    verdict = check(RoundedInside(where))
+    assert verdict.exit_code == 0 and verdict["L50"].status == "holds"
+
+
+class FixedCache(nn.Module):
+    """Keys of an earlier call, for two batch rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.register_buffer("past", torch.randn(2, 3, 16))
+
+    def forward(self, x):
+        context = torch.cat([self.past, x], 1)
+        return F.scaled_dot_product_attention(self.q(x), self.k(context), self.v(context))
+
+
+def test_calls_that_fail_are_not_blamed_on_dropout():
+    """The symptom was that dropout is active in evaluation."""
+    text = str(check(FixedCache()))
+    assert "symptom: calls of some sizes fail" in text and "raised RuntimeError: Sizes of tensors" in text
+    assert "fix: accept every batch size and length" in text and "dropout" not in text.partition("\n\n")[0]

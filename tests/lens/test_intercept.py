@@ -789,3 +789,11 @@ def test_a_look_runs_little_python_code_for_each_layer():
     """Each use of a tensor read its strides again, 3728 calls per layer: twice the time on twelve small layers."""
     few, many = (functions_called(Stack(layers), torch.ones(1, 7, 8)) for layers in (2, 6))
     assert (many - few) / 4 < 2000
+
+
+def test_a_compiled_part_of_a_model_has_the_name_that_the_model_gives_it():
+    """It was "layers.1._orig_mod"."""
+    model = Stack(3)
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    view = look(model, torch.ones(1, 7, 8))
+    assert [call.name for call in view.calls] == ["layers.0", "layers.1", "layers.2"]

@@ -4,10 +4,11 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import einsum, nn
 
 import regard as rg
-from regard.lens.products import NO_QUERIES, NOT_POSITIONS
+from regard.lens.products import NO_QUERIES, NOT_POSITIONS, SUM_OF_SOFTMAXES
 from regard.lens.view import look
 
 DIFFERENT, EQUAL = (2, 3, 5, 7, 4), (3, 3, 3, 3, 3)  # b, h, n, m, d: shapes tell the axes apart, or do not
@@ -390,3 +391,135 @@ def test_large_weights_that_no_product_uses_are_not_held():
     live: list[int] = []
     look(tables, x)
     assert live == [4]
+
+
+class DifferentialByParts(Model):  # the two maps of a head are neighbors, as in the authors' code
+    strength = 0.3
+
+    def forward(self, x):
+        q, k = (w(x).unflatten(-1, (6, 2)).transpose(1, 2) for w in (self.q, self.k))
+        w = (q @ k.mT).softmax(-1).unflatten(1, (3, 2))
+        self.truth = w[:, :, 0] - self.strength * w[:, :, 1]
+        return self.truth @ self.v(x).unflatten(-1, (3, 4)).transpose(1, 2)
+
+
+class DifferentialStacked(Model):  # the two maps come first
+    def forward(self, x):
+        q, k = (w(x).unflatten(-1, (2, 3, 2)).permute(0, 2, 3, 1, 4) for w in (self.q, self.k))
+        w = (q @ k.mT).softmax(-1)
+        self.truth = w[:, 0] - 0.3 * w[:, 1]
+        return self.truth @ self.v(x).unflatten(-1, (3, 4)).transpose(1, 2)
+
+
+class DifferentialOfTwo(Model):  # two softmaxes, one of them scaled in place
+    def forward(self, x):
+        q, k, v = self.qkv(x, "bhnd")
+        first, second = ((q[..., i : i + 2] @ k[..., i : i + 2].mT).softmax(-1) for i in (0, 2))
+        self.truth = first - second.mul_(0.3)
+        return nn.functional.dropout(self.truth, 0.5, self.training) @ v
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("batch", [1, 3, 7])
+@pytest.mark.parametrize("kind", [DifferentialByParts, DifferentialStacked, DifferentialOfTwo])
+def test_a_difference_of_softmaxes_is_shown_as_it_multiplies_the_values(kind, batch, training):
+    """No attention call was found."""
+    model = kind().train(training)
+    view = look(model, torch.randn(batch, 7, 12, generator=torch.Generator().manual_seed(2)))
+    assert len(view.calls) == 1 and view.calls[0].role == "self"
+    torch.testing.assert_close(weights(view), model.truth)
+    assert view.missed == (f"{kind.__name__}: {SUM_OF_SOFTMAXES.format(terms=2)}",)
+    assert len(view.rows()) == 3
+
+
+def test_softmaxes_that_are_compared_and_used_alone_are_shown_alone():
+    def compared(x):
+        first, second = ((x @ x.mT * s).softmax(-1) for s in (1, 2))
+        distance = (first - second).square().sum()
+        return first @ x + second @ x + distance
+
+    view = look(compared, torch.randn(2, 7, 4))
+    assert len(view.calls) == 2 and view.missed == ()
+
+
+class Pooled(Model):
+    """Queries or keys that `pool` makes of positions."""
+
+    def __init__(self, pool, fused, of_keys):
+        super().__init__()
+        self.pool, self.fused, self.of_keys = pool, fused, of_keys
+
+    def forward(self, x):
+        x = self.experts[0](x)
+        pooled = self.pool(x)
+        given = (x, pooled, pooled) if self.of_keys else (pooled, x, x)
+        q, k, v = (
+            w(z).unflatten(-1, (3, 4)).transpose(1, 2) for w, z in zip((self.q, self.k, self.v), given)
+        )
+        return F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT).softmax(-1) @ v
+
+
+POOLS = {
+    "means": lambda x: F.avg_pool1d(x.mT, 2).mT,
+    "maxima": lambda x: x.unflatten(1, (2, 4)).amax(1),
+    "every second": lambda x: x[:, ::2],
+    "chosen": lambda x: x[:, torch.tensor([1, 5])],
+    "a strided convolution": lambda x: F.conv1d(x.mT, torch.ones(12, 12, 2), stride=2).mT,
+}
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", POOLS)
+def test_pooled_queries_or_keys_have_no_offset(name, fused, of_keys):
+    """They were shown as the last positions of the sequence: the offsets of all weights were wrong."""
+    view = look(Pooled(POOLS[name], fused, of_keys), torch.randn(2, 8, 12))
+    assert (view.calls[0].role, view.calls[0].query_offset, view.missed) == ("cross", 0, ())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_mean_of_all_positions_is_no_position_and_consecutive_queries_are(fused):
+    x = torch.randn(2, 8, 12)
+    for mean in (lambda x: x.mean(1, keepdim=True), lambda x: x.mean(1)[:, None]):
+        assert look(Pooled(mean, fused, False), x).calls[0].role == "cross"
+    for start, stop in ((0, 1), (2, 4), (6, 8)):
+        call = look(Pooled(lambda x, a=start, b=stop: x[:, a:b], fused, False), x).calls[0]
+        assert (call.role, call.query_offset) == ("self", start)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 1, 4), (1, 3, 5, 1, 4), (2, 3, 1, 1, 4), (2, 1, 5, 1, 4)])
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_attention_to_one_key_by_einsum_is_found(sizes, weights_first):
+    """With one key, einsum multiplies elementwise."""
+    b, h, n, _, _ = sizes
+    model = Letters(sizes, "bihd", "bjhd", "bjhd", "bhij", "bihd", weights_first).eval()
+    view = look(model, (torch.randn(b, n, 6), torch.randn(b, 1, 6)))
+    assert [call.shape for call in view.calls] == [(b, h, n, 1)] and view.missed == ()
+    assert torch.equal(weights(view), torch.full((b, h, n, 1), 0.5))
+
+
+class Blocks(Model):
+    """Attention of blocks of four queries; the last block is empty where four divides the length."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x):
+        q, k, v = self.qkv(x, "bhnd")
+        return torch.cat([self.kernel(q[:, :, i : i + 4], k, v) for i in (0, 4, 8)], 2)
+
+
+KERNELS = {
+    "eager": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+    "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    "regard": lambda q, k, v: rg.attention(q, k, v),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_empty_block_of_queries_does_not_stop_a_look(name):
+    model = Blocks(KERNELS[name]).eval()
+    view = look(model, torch.randn(2, 8, 12))
+    assert [(c.n, c.query_offset) for c in view.calls] == [(4, 0), (4, 4)] and view.missed == ()
+    assert len(view.remove_heads().effects) == 6

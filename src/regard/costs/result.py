@@ -81,10 +81,7 @@ class Cost(ShownAsTables):
     # (budget in bytes, "batch" or "n") → the largest that fits; None if traced at one size.
     fitting: Callable[[int, str], int] | None = field(default=None, compare=False)
 
-    @property
-    def total(self) -> Amounts:
-        return self.tree.total
-
+    total = property(lambda self: self.tree.total)
     parameters, flops, backward_flops, elementwise_flops, executed_flops, executed_backward_flops, bytes = (
         property(lambda self, name=f.name: getattr(self.total, name), doc=f"`total.{f.name}`")
         for f in fields(Amounts)
@@ -119,26 +116,15 @@ class Cost(ShownAsTables):
         symbols = Symbols()
         return build_tree(self.request, symbols)[0], symbols.values
 
-    @property
-    def symbolic(self) -> Part:
-        """The same tree, with a formula for each amount. Needs sympy."""
-        return self._formulas[0]
-
-    @property
-    def values(self) -> dict[Any, int]:
-        """The value of each symbol of the formulas: `formula.subs(values)` is the number."""
-        return self._formulas[1]
+    symbolic = property(lambda c: c._formulas[0], doc="the tree with a formula for each amount; needs sympy")
+    values = property(lambda c: c._formulas[1], doc="of the symbols: `formula.subs(values)` is the number")
+    order = property(lambda c: leading_order(c.formula), doc="monomials of the FLOPs that no other dominates")
 
     @property
     def formula(self) -> Any:
         """FLOPs of the forward pass as a sympy expression; `symbolic` has the formulas of all amounts."""
         flops = self.symbolic.total.flops
         return flops if isinstance(flops, int) else flops.expand()
-
-    @property
-    def order(self) -> Any:
-        """The leading order of the FLOPs: the monomials that no other monomial dominates, without coefficients."""
-        return leading_order(self.formula)
 
     @property
     def latex(self) -> str:

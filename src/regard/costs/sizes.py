@@ -33,9 +33,7 @@ class Request:
     device: str = "cpu"
     dense: bool = False  # whether patterns are ignored
 
-    @property
-    def size(self) -> Size:
-        return Size(self.n, self.m, self.batch)
+    size = property(lambda self: Size(self.n, self.m, self.batch))
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -53,21 +51,10 @@ class Scope:
     queries: int
     keys: int
 
-    @property
-    def b(self) -> Amount:
-        return self.size("b", self.request.batch)
-
-    @property
-    def n(self) -> Amount:
-        return self.length(self.queries)
-
-    @property
-    def m(self) -> Amount:
-        return self.length(self.keys)
-
-    @property
-    def itemsize(self) -> int:
-        return self.request.compute_dtype.itemsize
+    b = property(lambda self: self.size("b", self.request.batch))
+    n = property(lambda self: self.length(self.queries))
+    m = property(lambda self: self.length(self.keys))
+    itemsize = property(lambda self: self.request.compute_dtype.itemsize)
 
     def length(self, value: int) -> Amount:
         return self.size("n" if value == self.request.n else "m", value)

@@ -45,9 +45,7 @@ class Subject:
             f"Hugging Face configuration or model, whose inputs are known at any batch size"
         )
 
-    @property
-    def declared(self) -> bool:
-        return isinstance(self.model, spec.Spec)
+    declared = property(lambda self: isinstance(self.model, spec.Spec))
 
     @cached_property
     def module(self) -> nn.Module:

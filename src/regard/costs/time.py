@@ -50,13 +50,8 @@ class Estimate:
     host: dict[str, float]
     parts: tuple[PartTime, ...]  # kernels by module, longest first
 
-    @property
-    def seconds(self) -> float:
-        return sum(self.phases.values())
-
-    @property
-    def bound(self) -> str:
-        return "host" if sum(self.host.values()) > sum(self.device.values()) else "device"
+    seconds = property(lambda self: sum(self.phases.values()))
+    bound = property(lambda e: "host" if sum(e.host.values()) > sum(e.device.values()) else "device")
 
     def plain(self) -> dict[str, Any]:
         parts = [p._asdict() for p in self.parts]

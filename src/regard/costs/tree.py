@@ -53,10 +53,7 @@ class Pairs:
     backend: str
     reason: str = ""
 
-    @property
-    def waste(self) -> float:
-        """computed / needed."""
-        return self.computed / self.needed if self.needed else 1.0 + self.computed
+    waste = property(lambda self: self.computed / self.needed if self.needed else 1.0 + self.computed)
 
     def plain(self) -> dict[str, Any]:
         return asdict(self) | {"waste": self.waste}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..errors import BackendError
+from ..errors import DUAL_NUMBERS, BackendError
 from ..pattern import Pattern, query_offset, tree
 from ..position import ByDistance
 from .call import NO_SEED, SEEDS, Call, Extras, Options
@@ -78,6 +78,8 @@ def sparse(
 ) -> tuple[Tensor, Tensor]:
     """extras: table, slopes, lengths, seed and ids, as Extras has them; pattern: its text; offset: start, step;
     factors: scale, dropout_p, softcap or 0."""
+    if compat.higher_derivatives():  # a graph is guarded by the transforms of torch.func, not by dual numbers
+        raise BackendError(DUAL_NUMBERS)
     given, options = extras_of(extras), options_of(pattern, offset, factors)
     if q.is_cuda:
         from .cuda import backend as triton
@@ -162,9 +164,7 @@ def options_of(pattern: str, offset: Sequence[int], factors: Sequence[float]) ->
     return Options(_pattern(pattern), start, step, scale, dropout_p, softcap or None)
 
 
-@lru_cache(maxsize=512)
-def _pattern(text: str) -> Pattern:
-    return Pattern.from_json(text)
+_pattern = lru_cache(maxsize=512)(Pattern.from_json)
 
 
 def _tiles(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tiles.TileAttention:

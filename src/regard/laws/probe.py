@@ -14,6 +14,7 @@ from .law import Case
 from .target import Function, Model, Part, Target
 
 PROBE_SECONDS = 60.0  # the time limit for probing one target
+STRAIGHT = 1e-11  # of the output: the curvature over 1e-7 is about 1e-14, a step of float32 about 1e-8
 
 
 class Unsupported(Exception):
@@ -121,20 +122,25 @@ def _float64(harness: Harness) -> None:
     harness.seed(c)
     q, k, v = (x.double() for x in harness.qkv(c))
     nudge = 1e-10 * torch.randn(q.shape, generator=harness.random, dtype=torch.float64).to(q.device)
+    _smooth(lambda q: harness.attend(q, k, v), q, nudge)
+
+
+def _smooth(f: Callable[[Tensor], Tensor], x: Tensor, nudge: Tensor) -> None:
+    """Raises Unsupported unless small changes of the input change the output in proportion, as in float64.
+
+    What is rounded to float32 somewhere inside changes in steps: not at all by 1e-10, and by 1e-7 not by opposite
+    amounts in opposite directions.
+    """
     with torch.no_grad():
-        one, two = harness.attend(q, k, v), harness.attend(q + nudge, k, v)
-        far = harness.attend(q + 1e7 * nudge, k, v)
-    if not torch.equal(one, far):  # an output that does not depend on q at all shows nothing about precision
-        _smooth(one, two)
-
-
-def _smooth(one: Tensor, two: Tensor) -> None:
-    """Raises Unsupported unless a change of an input by 1e-10 changes the output by about as much, as in float64."""
-    change = (two - one).abs()
+        one, two, far = f(x), f(x + nudge), f(x + 1e7 * nudge)
+        if torch.equal(one, far):  # an output that does not depend on x at all shows nothing about precision
+            return
+        bend = (f(x + 1e3 * nudge) + f(x - 1e3 * nudge) - 2 * one).abs()
+    change, size = (two - one).abs(), max(1.0, float(one.abs().max()))
     if not bool(torch.isfinite(change).all()):
         return
-    size = max(1.0, float(one.abs().max()))
-    if float((change == 0).double().mean()) > 0.5 or float(change.max()) > 1e-8 * size:
+    in_steps = float((change == 0).double().mean()) > 0.5 or float(change.max()) > 1e-8 * size
+    if in_steps or float(bend.max()) > STRAIGHT * size:
         raise Unsupported("computes in float32 for float64 inputs")
 
 
@@ -191,10 +197,7 @@ def _model_float64(harness: Harness) -> None:
     if not x.is_floating_point():
         return
     nudge = 1e-10 * torch.randn(x.shape, generator=double.random, dtype=torch.float64).to(x.device)
-    with torch.no_grad():
-        one = double.run(x, context)
-        if not torch.equal(one, double.run(x + 1e7 * nudge, context)):
-            _smooth(one, double.run(x + nudge, context))
+    _smooth(lambda x: double.run(x, context), x, nudge)
 
 
 def _model_gradients(harness: Harness) -> None:

@@ -32,6 +32,7 @@ SAME_AXES = aten_operators(
 RESHAPED_COPY = aten_operator("_unsafe_view")  # it shares the storage of a copy
 CONVOLUTIONS = aten_operators("convolution", "_convolution", "mkldnn_convolution")
 OWN_RULE: dict[Any, str] = {aten.embedding: "embedding", aten.cat: "cat", aten.stack: "stack"}
+SELECTIONS = aten_operators("index", "index_select", "gather")
 _NUMBERS = count(1)
 
 
@@ -202,6 +203,7 @@ class Axes:
     def __init__(self, weights: Sequence[Tensor] = ()):
         self._stored: dict[int, Stored] = {}
         self._weights = {storage_id(x) for x in weights if followed(x)}
+        self._pooled: dict[int, set[int]] = {}  # axis → those from which its entries were pooled or selected
 
     def of(self, x: Tensor) -> tuple[Parts, ...]:
         """The factors of each axis of a tensor."""
@@ -229,6 +231,9 @@ class Axes:
                 axes = self._result(func, args, given, x)
                 learned = bool(given) and all(self._learned(y) for y in given)
                 indexed = self._indexed(func, args, given)
+                if _is_pooled(func, given, x):
+                    indexed = (*indexed, Factor(next(_NUMBERS), 1, 0, 1, 1, "new"))
+                    self._pool(given[0], [*(f for parts in axes for f in parts), *indexed])
                 self._stored[storage] = Stored.of(x, axes, indexed=indexed, learned=learned)
 
     def _read(self, x: Tensor) -> Reading:
@@ -253,6 +258,25 @@ class Axes:
             f.axis for f in right
         }  # a batch row; a position is one of q or k alone
         return tuple(f for f in (*left, *right) if f.axis not in both)
+
+    def _pool(self, x: Tensor, pooled: Sequence[Factor]) -> None:
+        """Record that these axes have pooled or selected entries of those of x."""
+        own = {f.axis for parts in self.of(x) for f in parts} | {f.axis for f in self.selected(x)}
+        own = own.union(*(self._pooled[axis] for axis in own if axis in self._pooled))
+        self._pooled |= {f.axis: own for f in pooled}
+
+    def differ(self, queries: Parts, keys: Parts) -> bool:
+        """Whether the queries are not consecutive positions of the keys' sequence, nor the other way around.
+
+        Some are pooled (or every second one is taken) and others not, or not in the same way.
+        """
+        if len(queries) != 1 or len(keys) != 1 or queries[0].size == keys[0].size:
+            return False
+        q, k = queries[0], keys[0]
+        if q.axis == k.axis:
+            return q.size > 1 and q.step != k.step
+        of_q, of_k = (self._pooled.get(f.axis, set()) for f in (q, k))
+        return k.axis in of_q or q.axis in of_k or not of_q.isdisjoint(of_k)
 
     def set(self, x: Tensor, axes: Sequence[Parts] | None = None, indexed: Parts = ()) -> None:
         """Describe a tensor; axes: None for unknown ones."""
@@ -381,6 +405,16 @@ def _new(size: int) -> Parts:
 def is_view(func: Any) -> bool:
     """Whether the result of an operator shares the storage, and so the origin, of its first argument."""
     return getattr(func, "is_view", False) or getattr(func, "overloadpacket", None) is RESHAPED_COPY
+
+
+def _is_pooled(func: Any, given: list[Tensor], out: Tensor) -> bool:
+    """Whether the entries of some axis of the result are means, maxima or a selection of those of the input."""
+    rule = _rule(func)
+    if not given or not given[0].is_floating_point() or rule not in ("unknown", "convolution"):
+        return False
+    if rule == "convolution":
+        return out.shape[2:].numel() < given[0].shape[2:].numel()
+    return getattr(func, "overloadpacket", None) in SELECTIONS or out.numel() < given[0].numel()
 
 
 @cache

@@ -31,16 +31,17 @@ from ..compat import (
     without_dispatch_modes,
 )
 from ..engine import attention as engine
-from ..errors import RegardError, ShapeError
+from ..errors import RegardError
 from .axes import PRODUCTS, Parts
 from .calls import Implementation, Positions, QueryKeyScores, Role, Source, StoredWeights
 from .operators import READERS, SdpaArguments, arguments_by_name, from_flex, from_sdpa
 from .process_wide import SharedChange, eager_compiled_functions, replaced_functions
-from .products import Rows, read_product
+from .products import Product, Rows, read_product, sides_of, sides_of_one_key
 from .provenance import Provenance, Weights
 from .score_mods import RegardArguments
 
 ATTENTION_NAME = re.compile(r"atten|attn", re.IGNORECASE)
+COMPILED_PART = re.compile(r"(^|\.)_orig_mod(?=\.|$)")  # torch.compile's name for the module that it compiles
 VARIABLE_LENGTH = aten_operators("_flash_attention_forward", "_efficient_attention_forward")
 ENCODER_LAYER = aten_operator("_transformer_encoder_layer_fwd")
 
@@ -79,11 +80,11 @@ class Interceptor(DispatchMode):
         )
         self._paths = _module_paths(model)
         self._calls = 0
+        self.empty: list[str] = []  # calls without a batch row, a query or a key: there is nothing to show
         self._paused = 0  # > 0 inside a call that is already reported, and in our own operations
-        self._read_softmaxes = 0
-        # The running modules, innermost last, each with the number of calls and of unread softmaxes before it, and
-        # whether a module inside it has "attention" in its name.
-        self._running: list[tuple[nn.Module, tuple[int, int], bool]] = []
+        # The running modules, innermost last, each with what was seen before it (`_seen`), and whether a module
+        # inside it has "attention" in its name.
+        self._running: list[tuple[nn.Module, tuple[int, int, int], bool]] = []
 
     # the calls
 
@@ -107,6 +108,8 @@ class Interceptor(DispatchMode):
             source = from_flex(args)
             self.report("flex", source)
             return self.run(source, func, *args, **kwargs)
+        elif packet is torch.ops.aten.mul:
+            self._attention_to_one_key(*args[:2])
         elif packet in PRODUCTS:
             eager = self._eager_attention(*(args[i] for i in PRODUCTS[packet]))
             if eager is not None:
@@ -124,24 +127,36 @@ class Interceptor(DispatchMode):
         for weights, values, keys in ((left, right, -1), (right, left, -2)):
             self._provenance.use(weights)
             if not weights.numel() and self._provenance.of(weights).softmax is not None:
-                raise ShapeError(
-                    f"{self.path()} has attention weights of shape {tuple(weights.shape)}: there is no attention to "
-                    "show; pass at least one token"
-                )
+                self.empty.append(f"{self.path()} has attention weights of shape {tuple(weights.shape)}")
+                return None
             if (taken := self._provenance.take_weights(weights, keys)) is not None:
                 return self._stored(weights, values, keys, *taken)
         return None
 
+    def _attention_to_one_key(self, left: Any, right: Any) -> None:
+        """Attention over a single key, which einsum computes as an elementwise product."""
+        if isinstance(left, Tensor) and isinstance(right, Tensor):
+            for weights, values in ((left, right), (right, left)):
+                if (taken := self._provenance.take_one_key(weights, values)) is not None:
+                    softmax, axes = taken
+                    found = read_product(softmax, sides_of_one_key(axes, values), True, (), self._heads())
+                    if isinstance(found, Product):
+                        self._report_stored(weights, None, softmax, found)
+
     def _stored(
         self, weights: Tensor, values: Tensor, keys: int, softmax: Weights, axes: Sequence[Parts]
     ) -> StoredWeights | None:
-        self._read_softmaxes += softmax.table.dim() > 2 and softmax.axis == softmax.table.dim() - 1
         value_keys = self._provenance.axes.of(values)[-3 - keys]
-        found = read_product(softmax, axes, keys == -1, value_keys, self._heads())
-        if isinstance(found, str):
-            if not self._provenance.axes.constant(values):  # else a linear layer that reads probabilities
-                self.miss(f"{self.path()}: {found}")
-            return None
+        found = read_product(softmax, sides_of(axes, keys == -1), keys == -1, value_keys, self._heads())
+        if isinstance(found, Product):
+            return self._report_stored(weights, values, softmax, found)
+        if not self._provenance.axes.constant(values):  # else a linear layer that reads probabilities
+            self.miss(f"{self.path()}: {found}")
+        return None
+
+    def _report_stored(
+        self, weights: Tensor, values: Tensor | None, softmax: Weights, found: Product
+    ) -> StoredWeights:
         if found.note:
             self.miss(f"{self.path()}: {found.note}")
         with self._pause(), torch.no_grad(), without_dispatch_modes():
@@ -151,11 +166,15 @@ class Interceptor(DispatchMode):
             training = bool(self._running) and self._running[-1][0].training
             if plain is not None and (training or torch.equal(plain.to(used.dtype), used)):
                 used = plain
-            source = StoredWeights(used, found.values(values), found)
+            source = (
+                StoredWeights(used) if values is None else StoredWeights(used, found.values(values), found)
+            )
         pair = softmax.pair
         same = bool(pair[0] & pair[1]) if pair and pair[0] and pair[1] else None
-        role = _role(same, *used.shape[-2:])
-        self.report("eager", source, role=role, positions=Positions(found.query_rows, found.key_rows))
+        positions = Positions(Rows.of(found.queries), Rows.of(found.keys))
+        if self._provenance.axes.differ(found.queries, found.keys):
+            same, positions = False, Positions(None, positions.keys)
+        self.report("eager", source, role=_role(same, *used.shape[-2:]), positions=positions)
         return source
 
     def _heads(self) -> int | None:
@@ -175,12 +194,14 @@ class Interceptor(DispatchMode):
         role: Role | None = None,
         positions: Positions | None = None,
     ) -> None:
-        if isinstance(source, QueryKeyScores) and implementation != "fast path":
-            positions = self._positions(source)
-        if role is None and isinstance(source, QueryKeyScores):
-            same = (
-                True if implementation == "fast path" else self._provenance.same_sequence(source.q, source.k)
-            )
+        if 0 in source.shape:
+            b, _, n, m = source.shape
+            self.empty.append(f"{name or self.path()} has {b} batch rows, {n} queries and {m} keys")
+            return
+        if isinstance(source, QueryKeyScores):
+            same: bool | None = True
+            if implementation != "fast path":
+                same, positions = self._origin(source)
             role = _role(same, source.shape[2], source.shape[3])
         self._calls += 1
         with self._pause(), torch.no_grad(), without_dispatch_modes():
@@ -190,19 +211,23 @@ class Interceptor(DispatchMode):
                 )
             )
 
-    def _positions(self, source: QueryKeyScores) -> Positions:
+    def _origin(self, source: QueryKeyScores) -> tuple[bool | None, Positions]:
+        """Whether queries and keys are positions of one sequence, and which of them they are."""
         axes = self._provenance.axes
         queries, keys = (axes.of(x)[2] for x in (source.q, source.k))
         both = {f.axis for f in axes.selected(source.k)}
         # the query of q = w_q(x[:, 0])
         one = [f for f in axes.selected(source.q) if f.axis not in both and not f.learned]
-        return Positions(Rows.of(queries or one), Rows.of(keys))
+        queries = queries or tuple(one)
+        if axes.differ(queries, keys):
+            return False, Positions(None, Rows.of(keys))
+        return self._provenance.same_sequence(source.q, source.k), Positions(Rows.of(queries), Rows.of(keys))
 
     def run(self, source: Source | None, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a call that is already reported, and apply `change_output` to its output, if given."""
         with self._pause():
             out = attend(*args, **kwargs)
-            if self._change_output is not None and source is not None:
+            if self._change_output is not None and source is not None and 0 not in source.shape:
                 out = self._changed(self._change_output, source, out)
         self._provenance.start_anew(out)
         return out
@@ -253,17 +278,18 @@ class Interceptor(DispatchMode):
         # A part without parameters belongs to the module around it, which is checked with what ran in the part.
         named = bool(ATTENTION_NAME.search(type(module).__name__)) and any(True for _ in module.parameters())
         if named and not contains_named:
-            calls, unread = (now - then for now, then in zip(self._seen, before, strict=True))
-            self._report_unread(f"{path} ({type(module).__name__})", calls, unread)
+            calls, unread, empty = (now - then for now, then in zip(self._seen, before, strict=True))
+            if calls or not empty:
+                self._report_unread(f"{path} ({type(module).__name__})", calls, unread)
         if self._running and (named or contains_named):
             outer, then, _ = self._running[-1]
             self._running[-1] = (outer, then, True)
 
     @property
-    def _seen(self) -> tuple[int, int]:
-        """The number of attention calls so far, and that of softmaxes that were not read as one."""
-        unread = self._provenance.last_axis_softmaxes - self._read_softmaxes + self._provenance.read_in_part
-        return self._calls, unread
+    def _seen(self) -> tuple[int, int, int]:
+        """The numbers so far of attention calls, of softmaxes that were not read as one, and of empty calls."""
+        unread = self._provenance.unread + self._provenance.read_in_part
+        return self._calls, unread, len(self.empty)
 
     def _report_unread(self, name: str, calls: int, unread: int) -> None:
         """Report an attention module that was not recorded completely, or not as one call."""
@@ -386,7 +412,7 @@ def _module_paths(model: Any) -> dict[int, str]:
     owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     if not isinstance(owner, nn.Module):
         return {}
-    return {id(m): path.removeprefix("_orig_mod").lstrip(".") for path, m in owner.named_modules()}
+    return {id(m): COMPILED_PART.sub("", path).lstrip(".") for path, m in owner.named_modules()}
 
 
 def _weights(model: Any) -> list[Tensor]:

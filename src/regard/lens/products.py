@@ -24,6 +24,11 @@ NO_QUERIES = (
     "linear attention)"
 )
 
+SUM_OF_SOFTMAXES = (
+    "its weights are a sum or difference of {terms} softmaxes, as in a differential Transformer; the map shows them "
+    "as they multiply the values: they may be negative, and a row need not sum to 1"
+)
+
 
 class Rows(NamedTuple):
     """Which positions of a sequence of `length` an axis has: `size` of them, from `start` on."""
@@ -55,8 +60,8 @@ class Product:
     left: bool
     split: int = 1
     note: str = ""
-    query_rows: Rows | None = None
-    key_rows: Rows | None = None
+    queries: Parts = ()
+    keys: Parts = ()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -154,16 +159,13 @@ def _indices(f: Factor) -> slice:
 
 
 def read_product(
-    softmax: Weights, axes: Sequence[Parts], left: bool, value_keys: Parts, heads: int | None
+    softmax: Weights, placed: list[tuple[Factor, Side]], left: bool, value_keys: Parts, heads: int | None
 ) -> Product | str:
     """The product of a softmax with values; a sentence if it is no attention over positions.
 
-    axes: of the weights in the product. value_keys: the factors that the product sums over, in the values. heads: how
-    many the module says it has, used where the data flow does not tell heads from batch rows.
+    placed: the factors of the weights, with their sides. value_keys: the factors that the product sums over, in the
+    values. heads: how many the module says it has, used where the data flow does not tell heads from batch rows.
     """
-    sides: list[Side] = ["batch", "rows", "keys"] if left else ["batch", "keys", "rows"]
-    sides = sides[-len(axes) :]
-    placed = [(f, side) for parts, side in zip(axes, sides, strict=True) for f in parts]
     kind = _attention(softmax, placed, value_keys)
     if kind == NOT_POSITIONS:
         return kind
@@ -186,10 +188,23 @@ def read_product(
         tuple(order.index(i) for i in range(len(placed))),
         left,
         split,
-        kind,
-        Rows.of(positions["n"] or [f for f in softmax.indexed if not f.learned]),
-        Rows.of(positions["m"]),
+        kind or (SUM_OF_SOFTMAXES.format(terms=len(softmax.terms)) if softmax.terms else ""),
+        tuple(positions["n"] or [f for f in softmax.indexed if not f.learned]),
+        tuple(positions["m"]),
     )
+
+
+def sides_of(axes: Sequence[Parts], left: bool) -> list[tuple[Factor, Side]]:
+    """The factors of the weights of a matrix product, with their sides."""
+    sides: list[Side] = ["batch", "rows", "keys"] if left else ["batch", "keys", "rows"]
+    return [(f, side) for parts, side in zip(axes, sides[-len(axes) :], strict=True) for f in parts]
+
+
+def sides_of_one_key(axes: Sequence[Parts], values: Tensor) -> list[tuple[Factor, Side]]:
+    """Of an elementwise product with values: an axis that they do not have is one of rows."""
+    sizes = (1,) * (len(axes) - values.dim()) + tuple(values.shape)[-len(axes) :]
+    sides: list[Side] = ["batch" if size > 1 else "rows" for size in sizes]
+    return [(f, side) for parts, side in zip(axes, sides, strict=True) for f in parts]
 
 
 def _attention(softmax: Weights, placed: list[tuple[Factor, Side]], value_keys: Parts) -> str:

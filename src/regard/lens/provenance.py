@@ -28,6 +28,7 @@ ELEMENTWISE = ("mul", "div", "masked_fill", "nan_to_num")  # and in place
 PRESERVES_WEIGHTS = aten_operators(
     "native_dropout", "_to_copy", "clone", "where", *ELEMENTWISE, *(f"{name}_" for name in ELEMENTWISE)
 )
+SUMS = aten_operators("add", "sub", "rsub", "add_", "sub_")  # a differential Transformer subtracts weights
 COPIES = aten_operators("_to_copy", "clone")  # under autocast each projection reads a copy of its own
 NEW_TENSORS = {aten.lift_fresh, aten.lift}  # torch.tensor(…): its storage may have belonged to another tensor
 MAX_ANCESTORS = 6  # of one tensor; the newest ones decide
@@ -44,7 +45,8 @@ class Weights(NamedTuple):
     """The result of a softmax. axis: over which it ran. axes: its factors. sources: those of its input, by number.
 
     pair: the ancestors of the two factors of q·k; None if its input is no product of two results. indexed: of axes
-    that it does not have, the index at which its queries were selected.
+    that it does not have, the index at which its queries were selected. terms: the softmaxes that were added up,
+    where it is a sum of several or of parts of one.
     """
 
     table: Tensor
@@ -53,6 +55,7 @@ class Weights(NamedTuple):
     sources: dict[int, Factor]
     pair: tuple[Ancestors, Ancestors] | None
     indexed: Parts
+    terms: tuple[int, ...] = ()
 
 
 class TensorOrigin(NamedTuple):
@@ -78,7 +81,9 @@ class Provenance:
         self._taken_in_part: set[int] = set()
         self._count = 0
         self.softmaxes = 0  # of tensors with at least three axes
-        self.last_axis_softmaxes = 0  # of these, those over the last axis, as attention modules usually have
+        self.unread = (
+            0  # of these, those over the last axis, as attention modules usually have, that were not taken
+        )
 
     def of(self, x: Tensor) -> TensorOrigin:
         if not followed(x):
@@ -151,8 +156,19 @@ class Provenance:
             return None
         if number in self._parts:
             self._taken_in_part.add(number)
-        del self._softmaxes[number]
+        for one in {number, *found.terms}:
+            taken = self._softmaxes.pop(one, None)
+            if taken is not None and not taken.terms:
+                self.unread -= _is_usual(taken.table, taken.axis)
         return found, axes
+
+    def take_one_key(self, x: Tensor, y: Tensor) -> tuple[Weights, Sequence[Parts]] | None:
+        """The weights over a single key that an elementwise product multiplies with values, as einsum does."""
+        found = self._softmaxes.get(self.of(x).softmax or 0)
+        if found is None or found.pair is None or found.table.shape[found.axis] > 1 or 1 not in x.shape:
+            return None
+        larger = torch.broadcast_shapes(x.shape, y.shape).numel() > x.numel()
+        return self.take_weights(x, tuple(x.shape).index(1)) if larger else None
 
     def use(self, x: Tensor) -> None:
         """Record that an operator other than a view uses x, which may be a part of a softmax's result."""
@@ -184,15 +200,11 @@ class Provenance:
         if packet in SOFTMAX and first.dim():
             axis = args[1] % first.dim()
             self.softmaxes += first.dim() > 2
-            self.last_axis_softmaxes += first.dim() > 2 and axis == first.dim() - 1
-            found = self._softmaxes[number := self._next()] = self._weights(first, axis, pair)
-            self._tables[number] = first.numel(), {f.axis for f in found.axes[found.axis]}
-            held = sum(x.table.nbytes for x in self._softmaxes.values())
-            for old in list(self._softmaxes)[:-2]:
-                if held > MAX_PENDING_BYTES:
-                    held -= self._softmaxes.pop(old).table.nbytes
-            return number
-        if packet not in PRESERVES_WEIGHTS:
+            self.unread += _is_usual(first, axis)
+            return self._hold(self._weights(first, axis, pair))
+        if packet in SUMS and len(tables := [x for x in given if x.dim()]) > 1:
+            return self._sum(tables, first)
+        if packet not in PRESERVES_WEIGHTS and packet not in SUMS:
             return None
         for x in given:
             known = self.of(x).softmax
@@ -201,6 +213,35 @@ class Provenance:
                     self.axes.set(first, [*[()] * (first.dim() - x.dim()), *self.axes.of(x)])
                 return known
         return None
+
+    def _hold(self, found: Weights) -> int:
+        """The number under which these weights are held until they multiply values."""
+        self._softmaxes[number := self._next()] = found
+        self._tables[number] = found.table.numel(), {f.axis for f in found.axes[found.axis]}
+        held = sum(x.table.nbytes for x in self._softmaxes.values())
+        for old in list(self._softmaxes)[:-2]:
+            if held > MAX_PENDING_BYTES:
+                held -= self._softmaxes.pop(old).table.nbytes
+        return number
+
+    def _sum(self, tables: list[Tensor], out: Tensor) -> int | None:
+        """Weights that are the sum of others, such as softmax(…) − λ softmax(…); None if a term is no weights."""
+        numbers = [self.of(x).softmax or 0 for x in tables]
+        if {x.shape for x in tables} != {out.shape} or not all(n in self._softmaxes for n in numbers):
+            return None
+        first, parts = self._softmaxes[numbers[0]], self.axes.of(tables[0])
+        keys = {f.axis for f in first.axes[first.axis]}
+        axis = next((i for i, own in enumerate(parts) if keys & {f.axis for f in own}), None)
+        if axis is None:
+            return None
+        self.axes.set(out, parts)
+        found = self._weights(out, axis, first.pair)
+        sources = {
+            new: first.sources[f.axis].part(f.start, f.step, f.size) if f.axis in first.sources else f
+            for new, f in found.sources.items()
+        }
+        terms = [term for n in numbers for term in self._softmaxes[n].terms or (n,)]
+        return self._hold(found._replace(sources=sources, indexed=first.indexed, terms=tuple(terms)))
 
     def _weights(self, table: Tensor, axis: int, pair: tuple[Ancestors, Ancestors] | None) -> Weights:
         """Describe the result of a softmax by factors of its own, so that they are found again where it is used."""
@@ -231,3 +272,8 @@ class Provenance:
     def _next(self) -> int:
         self._count += 1
         return self._count
+
+
+def _is_usual(table: Tensor, axis: int) -> bool:
+    """Whether this is a softmax over the last axis of a table, as attention modules usually have."""
+    return table.dim() > 2 and axis == table.dim() - 1 and table.numel() > 0

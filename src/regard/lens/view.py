@@ -55,6 +55,8 @@ def look(
     collector = _CallCollector(named, inputs, separators, keep)
     with torch.no_grad(), intercept(model, collector.add) as interceptor:
         run(model, inputs)
+    if not collector.calls and interceptor.empty:
+        raise ShapeError(f"{interceptor.empty[0]}: there is no attention to show; pass at least one token")
     if not collector.calls:
         raise RegardError(_no_calls(model, interceptor))
     labels.check_used(named, collector.lengths, tokens, grid)
@@ -94,12 +96,6 @@ class _CallCollector:
 
     def add(self, call: InterceptedCall) -> None:
         source = call.source
-        if 0 in source.shape:
-            b, _, n, m = source.shape
-            raise ShapeError(
-                f"{call.name} has {b} batch rows, {n} queries and {m} keys: there is no attention to show; pass at "
-                f"least one token"
-            )
         if self.keep == "copy" or any(x.is_inference() for x in tensors_of(source)):
             fields = ("q", "k") if hasattr(source, "q") else ("table",)
             source = replace(source, **{f: getattr(source, f).clone() for f in fields})

@@ -65,6 +65,11 @@ def image(y):
     return y.mT.unflatten(-1, (8, -1))
 
 
+def groups(y):
+    """Nine groups of positions, for each entry of y."""
+    return (torch.arange(N) % 9)[None, :, None].expand(y.shape)
+
+
 TRAINED = {
     "gradients that are added in place": lambda: Function(
         latents, attend=nn.MultiheadAttention(D, 4, batch_first=True), queries=nn.Parameter(torch.randn(4, D))
@@ -81,6 +86,16 @@ TRAINED = {
     "averages with the channels last": of(lambda y: F.avg_pool2d(image(y), 2)),
     "adaptive averages": of(lambda y: F.adaptive_avg_pool1d(y.mT, 7)),
     "rows that are selected": of(lambda y: y.index_select(1, torch.arange(0, N, 3))),
+    "a bilinear layer": lambda: Function(
+        lambda s, x: s.both(s.a(x), s.b(x)), both=nn.Bilinear(D, D, 5), **projections("a", "b")
+    ),
+    "columns of patches that are added up": of(lambda y: F.fold(F.unfold(y[:, None], 3), (N, D), 3)),
+    "a soft margin loss": of(lambda y: F.soft_margin_loss(y, torch.ones_like(y))),
+    "maxima by index": of(lambda y: torch.zeros(B, 9, D).scatter_reduce(1, groups(y), y, "amax")),
+    "entries by one index": of(lambda y: y.take(torch.arange(0, B * N * D, 3))),
+    "a Gaussian loss of predicted variances": lambda: Function(
+        lambda s, x: F.gaussian_nll_loss(s.a(x), x, s.b(x).square()), **projections("a", "b")
+    ),
     "the old weight norm": lambda: Function(lambda s, x: s.a(x), a=nn.utils.weight_norm(nn.Linear(D, 9 * D))),
     "the old spectral norm": lambda: Function(
         lambda s, x: s.a(x), a=nn.utils.spectral_norm(nn.Linear(D, 9 * D))
@@ -115,6 +130,21 @@ EXACT = {
     "cross-entropy of logits": of(lambda y: F.binary_cross_entropy_with_logits(y, torch.zeros_like(y))),
     "a Huber loss": of(lambda y: F.huber_loss(y, torch.zeros_like(y))),
     "the old weight norm": TRAINED["the old weight norm"],
+    "a bilinear layer": TRAINED["a bilinear layer"],
+    "cross-entropy of probabilities": of(lambda y: F.binary_cross_entropy(y.sigmoid(), torch.zeros_like(y))),
+    "a soft margin loss": TRAINED["a soft margin loss"],
+    "columns of patches": of(lambda y: F.unfold(y[:, None], 3)),
+    "columns of patches with the channels last": of(lambda y: F.unfold(image(y), 3)),
+    "columns of patches that are added up": TRAINED["columns of patches that are added up"],
+    "means by index": of(lambda y: torch.zeros(B, 9, D).scatter_reduce(1, groups(y), y, "mean")),
+    "means of rows by index": of(
+        lambda y: torch.zeros(B, 9, D).index_reduce(1, torch.arange(N) % 9, y, "mean")
+    ),
+    "products with conjugates": of(lambda y: torch.complex(y, y) @ torch.complex(y, y).mH),
+    "a distance": lambda: Function(lambda s, x: torch.dist(s.a(x), x), **projections("a")),
+    "a Gaussian loss": of(lambda y: F.gaussian_nll_loss(y, y, torch.ones_like(y))),
+    "averages of a volume": of(lambda y: F.avg_pool3d(image(y)[:, None], 2)),
+    "a grid": of(lambda y: F.affine_grid(y[:, :2, :3], (B, 2, 40, 40), align_corners=False)),
 }
 
 
@@ -157,6 +187,7 @@ def test_the_peak_of_a_forward_pass_is_that_of_the_allocator(name):
 
 
 @old_norms
+@pytest.mark.filterwarnings("ignore:index_reduce")  # in beta
 @pytest.mark.parametrize("name", EXACT)
 def test_what_a_kernel_copies_or_leaves_out_is_part_of_the_peak(name):
     model, x = EXACT[name](), torch.randn(B, N, D)
@@ -300,3 +331,14 @@ def test_a_training_step_of_torchscript_is_refused_with_what_to_pass():
         ShapeError, match="TorchScript does not train on meta tensors; pass the module it was made of"
     ):
         rg.cost(scripted, x, train=True)
+
+
+def test_the_products_of_a_bilinear_layer_are_counted():
+    cost = rg.cost(nn.Bilinear(D, D, 5), torch.zeros(N, D), torch.zeros(N, D))
+    assert cost.flops == 5 * (2 * N * D * D + 2 * N * D) and not cost.uncounted
+
+
+def test_the_check_of_a_gaussian_loss_is_noted():
+    """A variance that the model predicts was refused as a value that a meta tensor does not have."""
+    cost = rg.cost(TRAINED["a Gaussian loss of predicted variances"](), torch.zeros(B, N, D))
+    assert cost.notes == ("checks of values are taken to pass",)

@@ -110,7 +110,9 @@ def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _in_place(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """A gradient is written into zeros; PyTorch does so out of place only where a mode watches."""
-    if not trace.in_backward or trace.paths:
+    key, added = trace.meter.key_of(args[0]), func.__name__.startswith("add.")
+    zeros = added or (key is not None and "zero" in trace.meter.records[key].operation)
+    if not trace.in_backward or trace.paths or not zeros:
         return NotImplemented
     name, overload = func.__name__.split(".")
     return getattr(getattr(torch.ops.aten, f"{name}_"), overload)(*args, **kwargs)
@@ -122,12 +124,20 @@ def _accumulated(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return _in_place(trace, func, args, kwargs) if added and is_held_once(args[0]) else NotImplemented
 
 
+def _oversized(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The CPU resizes a tensor like the input: the result keeps its memory."""
+    out = func(*args, **kwargs)
+    shrinks = trace.device == "cpu" and out.numel() < args[0].numel()
+    return torch.empty_like(args[0]).resize_(out.shape) if shrinks else out
+
+
 VALUED = "nonzero masked_select bincount repeat_interleave _unique _unique2 unique_dim unique_consecutive"
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(aten_operators(*VALUED.split()), _by_value),
     aten_operator("index"): _index,
-    **dict.fromkeys(aten_operators("scatter", "scatter_add", "index_put", "index_add"), _in_place),
+    **dict.fromkeys(aten_operators("scatter", "scatter_add", "index_put", "index_add", "put"), _in_place),
     aten_operator("add"): _accumulated,
+    **dict.fromkeys(aten_operators("col2im", "binary_cross_entropy", "soft_margin_loss"), _oversized),
     aten_operator("histc"): _histc,
     aten_operator("equal"): _equal,
     aten_operator("topk"): _assumed(BALANCED, _balanced),

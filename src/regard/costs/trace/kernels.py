@@ -98,8 +98,8 @@ def _low_product(args: tuple, outs: list[Tensor]) -> int:
     A block has up to 256 rows and 64 columns; beside it are the columns of the second factor, with their depth in
     multiples of 32, and where the first factor is transposed its rows (as measured on an AMD EPYC with AVX-512).
     """
-    if outs[0].dtype not in (torch.bfloat16, torch.float16):
-        return 0
+    if outs[0].dtype not in (torch.bfloat16, torch.float16):  # conjugates are copied that BLAS cannot read
+        return sum(x.nbytes for x in args[-2:] if x.is_conj() and (x.dim() == 3 or x.stride(-1) == 1))
     if not NATIVE or len(args) < 2:
         return 4 * outs[0].numel()
     first = args[-2]
@@ -158,16 +158,28 @@ NAMES: dict[str, Needs] = {  # on the CPU; names with the same needs are separat
     # The loss of every entry, before their mean or sum.
     "mse_loss smooth_l1_loss": lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes,
     "binary_cross_entropy_with_logits": lambda args, outs: 2 * args[0].nbytes - outs[0].nbytes,
+    "soft_margin_loss_backward": lambda args, outs: args[1].nbytes,
     "huber_loss": lambda args, outs: args[0].nbytes - outs[0].nbytes,
     "_safe_softmax": _safe_softmax,
     "logsumexp": lambda args, outs: args[0].nbytes + outs[0].nbytes,  # exp(x − maximum), and the maxima
+    # First a tensor like the input, and a copy of an input that is not contiguous.
+    "im2col": lambda args, outs: args[0].nbytes * (2 - args[0].is_contiguous()),
+    "col2im": lambda args, outs: args[0].nbytes * (not args[0].is_contiguous()),
+    # How many entries each mean has: a one for each, their sums, and where there are none.
+    "scatter_reduce": lambda a, o: (a[4] == "mean") * (a[3].nbytes + o[0].nbytes + o[0].numel()),
+    "index_reduce": lambda a, o: (a[4] == "mean") * (max(a[3].nbytes, o[0].numel()) + o[0].nbytes),
+    # One axis after the other.
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa": lambda a, o: (
+        a[0].nbytes // a[0].shape[3] * o[0].shape[3]
+    ),
     # Sorted in a copy, unless the values of each median are next to each other.
     "median nanmedian": lambda args, outs: (1 not in map(args[0].stride, args[1:2])) * args[0].nbytes,
     "kthvalue": lambda args, outs: args[0].nbytes + 8 * args[0].numel(),  # copies of values and positions
     "add sub mul div pow maximum minimum eq ne lt le gt ge sum cumsum prod": _cast,
     "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d": _one_layout,
     "max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward": _one_layout,
-    "max_pool3d_with_indices reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d": _one_layout,
+    "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d fractional_max_pool2d": _one_layout,
+    "max_pool3d_with_indices avg_pool3d": _one_layout,
     "_fft_r2c _fft_c2c _fft_c2r" if torch.backends.mkl.is_available() else "": _fft,
     "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data": _copies,
     "native_layer_norm native_layer_norm_backward": _copies,

@@ -31,7 +31,7 @@ from ...nested import map_leaves, tensors_in
 from ..tree import Amount, Amounts, Pairs
 from . import autocast, data_dependent, kernels
 from .attention import H200, Gpu, Need, flex, sdpa
-from .device import OnDevice, dropout, rms_norm, simulated_facts
+from .device import OnDevice, dropout, rms_norm, simulated_facts, unchecked
 from .engine import OWN_HANDLERS, traced_engine
 from .kernels import has_no_product, product_flops
 from .meter import Meter
@@ -40,6 +40,8 @@ MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
 MAX_CONSTANT_ENTRIES = 1 << 20  # larger constants are not computed either
 CONSTANTS = compat.aten_operators("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
+# Traced by the operations that they consist of on any device.
+BY_PARTS = compat.aten_operators("_trilinear", "dist", "affine_grid_generator")
 READ_SCALAR = aten_operator("_local_scalar_dense")
 SDPA = F.scaled_dot_product_attention
 _one_at_a_time = RLock()  # functions of PyTorch are replaced while a trace runs
@@ -96,9 +98,7 @@ class Trace(DispatchMode):
             return self._calls[bisect_right(self._calls, (node, "\uffff")) - 1][1]
         return self.paths[-1] if self.paths else ""
 
-    @property
-    def in_backward(self) -> bool:
-        return self.meter.phase == "backward"
+    in_backward = property(lambda self: self.meter.phase == "backward")
 
     def enter(self, module: nn.Module, given: Any) -> None:
         path = self.names.get(id(module))
@@ -251,6 +251,10 @@ class Trace(DispatchMode):
         if any(metas) and not all(metas):
             args, kwargs = map_leaves(self.joined, (args, kwargs))
             tensors = tensors_in((args, kwargs))
+        if any(metas) and func.overloadpacket in BY_PARTS:
+            with self:
+                if (out := compat.call_parts(func, *args, **kwargs)) is not NotImplemented:
+                    return out
         special = HANDLERS.get(func.overloadpacket) if any(metas) else None
         out = NotImplemented if special is None else special(self, func, args, kwargs)
         plain = out is NotImplemented
@@ -359,6 +363,7 @@ def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
     replaced: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", fused),
+        (F, "gaussian_nll_loss", unchecked(trace, F.gaussian_nll_loss)),
         (checkpoint, "get_device_states", lambda *_: ([], [])),
         *((module, name, partial(flex, trace)) for module, name in importers),
     ]

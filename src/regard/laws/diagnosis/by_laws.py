@@ -100,6 +100,8 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
     broken = {o.law.number: o for o in outcomes if o.failed}
     if not broken:
         return None
+    if isinstance(harness.target, Model) and all(o.status == "raised" for o in broken.values()):
+        return _failing_calls(next(iter(broken.values())))
     follows = "L50" in broken and "reached" not in broken["L50"].message and VALUES & set(broken)
     # A single row from which the mean of all rows is subtracted has no gradient.
     mixes = "L48" in broken and isinstance(harness.target, Model)
@@ -134,6 +136,16 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
         name, family = f"{outcome.law.name} does not hold", outcome.law.name
     where = "" if outcome.counterexample is None else f", smallest case {outcome.counterexample}"
     return Cause(name, family, fix, f"{outcome.law.number}: {outcome.message}{where}", exact=False)
+
+
+def _failing_calls(outcome: Outcome) -> Cause:
+    """The cause where every law that does not hold failed in a call: nothing is known about the outputs."""
+    fix = (
+        "accept every batch size and length, and keep nothing between calls, such as a cache of another size"
+    )
+    return Cause(
+        "calls of some sizes fail", "calls fail", fix, f"{outcome.law.number}: {outcome.message}", exact=False
+    )
 
 
 def _kept_state(harness: Harness, plain: tuple[str, str, str]) -> tuple[str, str, str]:
