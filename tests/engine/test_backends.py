@@ -1,5 +1,6 @@
 """Which backend runs a call, and why: by name it never falls back, `auto` chooses and can say why."""
 
+from dataclasses import replace
 from functools import reduce
 from math import inf
 from operator import or_
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.engine.backends import TABLE, choose
+from regard.engine.backends import OF_DATA, TABLE, choose
 from regard.engine.call import CallFacts, Prepared
 from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
@@ -305,3 +306,31 @@ def test_auto_leaves_out_a_kernel_that_rounds_gradients():
     assert "rounds" not in chosen().reason  # nor without gradients
     dense = choose(CallFacts(rg.causal(), 520, 520, device="cuda", grad=True), "auto")
     assert "rounds" not in dense.reason  # without a mask another kernel runs
+
+
+def test_calls_with_data_on_a_gpu_are_prepared_once_until_their_data_change():
+    ids = torch.arange(4096) // 100
+    on_gpu = facts(rg.causal() & rg.documents(ids), 4096, device="cuda", dtype=torch.bfloat16)
+    first = choose(on_gpu)
+    again = replace(
+        on_gpu, pattern=rg.causal() & rg.documents(ids)
+    )  # composed anew, as each layer of a model does
+    assert choose(on_gpu) is choose(again) is first
+    others = [
+        replace(on_gpu, pattern=rg.window(9) & rg.documents(ids)),
+        replace(on_gpu, pattern=rg.causal() & rg.documents(ids.clone())),
+        replace(on_gpu, grad=True),
+    ]
+    assert all(choose(other) is not first for other in others)
+    assert choose(on_gpu, "flex") is not first
+    ids[0] = 7
+    assert choose(on_gpu) is not first
+    on_cpu = replace(on_gpu, device="cpu")  # NumPy may change its data unnoticed
+    assert choose(on_cpu) is not choose(on_cpu)
+
+
+def test_few_calls_with_data_are_kept():
+    for seed in range(OF_DATA.limit + 5):
+        pattern = rg.documents(torch.arange(4096) // (seed + 1))
+        choose(facts(pattern, 4096, device="cuda", dtype=torch.bfloat16))
+    assert len(OF_DATA) == OF_DATA.limit

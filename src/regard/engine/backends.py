@@ -16,11 +16,12 @@ import torch
 
 from .. import compat
 from ..errors import BackendError, SpecError, nearest
+from ..pattern import full
 from .call import Cache, CallFacts, Prepared
 from .cpu.backend import Tiles
 from .cuda.backend import Triton
 from .flash4 import Flash4
-from .flex import Flex
+from .flex import Flex, data_state
 from .reference_backend import Reference
 from .sdpa import Sdpa, stores_scores
 
@@ -53,10 +54,17 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
     """The call prepared by the backend of that name, or by the fastest that can run it."""
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
-    # A pattern without text is compared by identity, so it would be kept alive; its data may change.
-    if compat.sizes_are_symbols() or f.pattern.text is None:
+    if compat.sizes_are_symbols():
         return _prepare(f, backend)
-    return PREPARED.get((f, backend)) or PREPARED.put((f, backend), _prepare(f, backend))
+    if f.pattern.text is not None:
+        return PREPARED.get((f, backend)) or PREPARED.put((f, backend), _prepare(f, backend))
+    # A pattern with data is compared by identity, and its data may change: few are kept, by what they are now. (NumPy
+    # may change a CPU tensor unnoticed.)
+    state = data_state(f.pattern) if f.device_type == "cuda" and not f.observed else None
+    if state is None:
+        return _prepare(f, backend)
+    key = state, replace(f, pattern=full()), backend
+    return (OF_DATA.get(key) or OF_DATA.put(key, (_prepare(f, backend), f.pattern)))[0]
 
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
@@ -125,3 +133,6 @@ def _without_sizes(f: CallFacts) -> Backend:
 # Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls without further arguments, by the key
 # that `attention._key` computes.
 PREPARED = Cache(256)
+OF_DATA = Cache(
+    16
+)  # prepared calls of patterns with data, and these patterns, so that the id of a tensor stays its own

@@ -112,12 +112,11 @@ _masks = Cache(8)  # with what they were computed from, so that the id of a tens
 
 def _block_mask(call: Call) -> "BlockMask":
     """Created once for a pattern and the contents of its data."""
-    data = _data(call.pattern)
-    state = None if data is None or torch.compiler.is_compiling() else _state(data)
+    state = None if torch.compiler.is_compiling() else data_state(call.pattern)
     if state is None or call.lengths is not None or isinstance(call.at, Tensor):
         return _new_block_mask(call)
-    key = (_written(call.pattern), state, call.n, call.m, call.at, call.q.device)
-    return (_masks.get(key) or _masks.put(key, (_new_block_mask(call), data)))[0]
+    key = (state, call.n, call.m, call.at, call.q.device)
+    return (_masks.get(key) or _masks.put(key, (_new_block_mask(call), _data(call.pattern))))[0]
 
 
 def _new_block_mask(call: Call) -> "BlockMask":
@@ -149,9 +148,12 @@ def _data(pattern: Pattern) -> list[Any] | None:
     return values
 
 
-def _state(values: list[Any]) -> tuple | None:
-    """The contents of these values, as they are now; None if a change could not be noticed."""
-    state: list[tuple] = []
+def data_state(pattern: Pattern) -> tuple | None:
+    """How a pattern is composed and what its data are now, as long as they exist; None if a change could not be
+    noticed."""
+    if (values := _data(pattern)) is None:
+        return None
+    state: list[Any] = [_written(pattern)]
     for x in values:
         if isinstance(x, Tensor) and (written := compat.version(x)) is not None:
             state.append((id(x), written))
