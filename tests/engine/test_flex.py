@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import regard as rg
+from long_cases import in_long
 from regard import pattern as words
 from regard.engine import flex
 from regard.engine.attention import attention
@@ -252,7 +253,7 @@ def test_flex_on_the_cpu_after_a_cache_and_from_an_offset_a_row(each):
 
 @compiled
 @pytest.mark.compiled
-@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("b", [1, *in_long(2)])
 def test_flex_on_the_cpu_reads_ids_and_lengths_that_are_columns_of_a_table(b):
     """Inductor does not compile a captured vector whose stride is not 1, even if it holds one number."""
     g = torch.Generator().manual_seed(0)
