@@ -349,7 +349,7 @@ def test_a_gradient_that_is_not_finite_stops_and_names_the_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "signals", [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)], ids=str
+    "signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM), *in_long((signal.SIGINT,))], ids=str
 )
 def test_ctrl_c_and_sigterm_save_and_leave_and_the_run_goes_on(whole, tmp_path, signals):
     one = trainer(tmp_path)
