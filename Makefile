@@ -5,10 +5,13 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Two workers with one thread each. All tests of a file run in one worker, so that its fixtures are created once. Shape
 # annotations are checked by $(HOOK) in tests only, and not in compiled code: `make test` checks the first case of each
-# test in the modules that state shapes, `make long` all cases and modules.
+# test in the modules that state shapes, each kind of call once, `make long` all calls, cases and modules.
 PYTEST := $(PY) -m pytest -q
 WORKERS := -n 2 --dist loadfile
 COMPILED := $(shell grep -rls mark.compiled tests --include=test_*.py)
+# Inductor takes the widest instructions of the processor without compiling a program for each kind to see whether it
+# runs, which takes 10 s where nothing is in its cache.
+WIDE := TORCHINDUCTOR_VEC_ISA_OK=1
 HOOK := --jaxtyping-packages=regard,beartype.beartype
 # Tests start many processes: each would compile regard anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -51,7 +54,7 @@ test-first:
 
 test-second:
 	@$(PYTEST) $(CHECKED) tests $(FIRST:%=--ignore=%)
-	@$(PYTEST) -m "compiled and not long" $(COMPILED)
+	@$(WIDE) $(PYTEST) -m "compiled and not long" $(COMPILED)
 
 quick: $(VENV)/.ready
 	$(MAKE) --no-print-directory -j 2 quick-first quick-second
@@ -65,7 +68,7 @@ quick-second:
 # The slow tests that `make test` leaves out, and its laws over more examples: about 15 minutes on two cores.
 long: $(VENV)/.ready
 	REGARD_EXAMPLES=500 $(PYTEST) $(WORKERS) $(HOOK) -m "(long or hypothesis) and not compiled"
-	$(PYTEST) $(WORKERS) -m "compiled and long" $(COMPILED)
+	$(WIDE) $(PYTEST) $(WORKERS) -m "compiled and long" $(COMPILED)
 
 # 10,000 cases per law, about an hour. Each result is stored immediately, so an interrupted run can be resumed.
 laws: $(VENV)/.ready

@@ -15,8 +15,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from regard import compat
-from regard.pattern import KINDS
+import shape_checks
+
+shape_checks.install()  # before regard is imported
+
+from regard import compat  # noqa: E402
+from regard.pattern import KINDS  # noqa: E402
 
 gc.disable()  # until all tests are collected: what is imported and collected stays
 torch.set_num_threads(1)  # the tensors here are small, and the other core has other work
@@ -72,11 +76,12 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """With --checked-cases, shapes are checked in the first cases of each test: the others call the same functions,
-    and checking doubles the time of the engine's tests."""
+    """With --checked-cases, shapes are checked in the first cases of each test, of each kind of call once: the others
+    call the same functions, and checking doubles the time of the engine's tests."""
     limit = item.config.getoption("--checked-cases")
     checked = limit is None or item.stash[CASE] <= limit
     jaxtyping.config.update("jaxtyping_disable", not checked)
+    shape_checks.begin(once=limit is not None)
     if checked and limit is not None and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
         item.obj.hypothesis.inner_test = check_first_examples(item.obj.hypothesis.inner_test)
     return (yield)

@@ -259,8 +259,9 @@ def test_a_bad_request_is_refused_with_a_message(words, result):
     assert result in str(error.value)
 
 
-def test_a_plan_takes_a_function_that_returns_a_model(tmp_path):
-    (tmp_path / "own.py").write_text("import regard as rg\ndef make():\n    return rg.preset('tiny-gpt')\n")
+def test_a_plan_takes_a_function_that_returns_a_model(tmp_path, one_layer):
+    program = f"import regard as rg\ndef make():\n    return rg.spec.from_json({one_layer.read_text()!r})\n"
+    (tmp_path / "own.py").write_text(program)
     options = ["--gpu", "l4", "--n", "32", "--inference"]
     assert "forward, bfloat16" in run("plan", f"{tmp_path / 'own.py'}:make", *options).stdout
 

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 
+from long_cases import in_long, rows_in_long
 from regard.engine.attention import attention
 from regard.errors import BackendError
 from regard.pattern import causal, documents, every, full, lengths, per_head, strided, where, window
@@ -153,8 +154,8 @@ def test_a_compiled_bias_by_distance_makes_no_table_of_pairs():
     assert not any("scaled_dot_product" in name or "softmax" in name for name in called)
 
 
-@pytest.mark.parametrize("reach", [0, 2, 30])
-@pytest.mark.parametrize(("n", "m", "at"), [(N, M, None), (N, M, 20), (3, M, -9), (1, 1, 0)])
+@pytest.mark.parametrize("reach", [0, *in_long(2), 30])
+@pytest.mark.parametrize(("n", "m", "at"), [*rows_in_long((N, M, None)), (N, M, 20), (3, M, -9), (1, 1, 0)])
 def test_the_compiled_gradient_of_a_table_is_that_of_indexing(reach, n, m, at):
     def f(q, k, v, table, slopes, backend="auto"):
         return attention(q, k, v, full(), bias=ByDistance(table, slopes), at=at, backend=backend)
@@ -211,7 +212,7 @@ def test_inductor_gives_what_eager_gives():
 LENGTHS = range(17, 57, 2)
 
 
-@pytest.mark.parametrize("pattern", [full(), causal(), SPARSE], ids=repr)
+@pytest.mark.parametrize("pattern", [full(), *in_long(causal()), SPARSE], ids=repr)
 def test_twenty_lengths_cost_at_most_two_compilations(pattern):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, pattern), fullgraph=True, backend=counter)
@@ -243,7 +244,7 @@ def test_decoding_after_a_growing_cache_costs_at_most_two_compilations():
     assert 1 <= counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("options", [{"return_lse": True}, *in_long({}, {"softcap": 3.0})], ids=str)
 def test_a_pattern_per_head_is_one_graph(options):
     q, k, v = randn(2, 4, 13, 5), randn(2, 2, 13, 5, seed=1), randn(2, 2, 13, 3, seed=2)
     patterns = per_head([causal(), window(3), causal(), causal() & every(4)])

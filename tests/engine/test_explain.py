@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import regard as rg
+from long_cases import in_long
 from random_calls import WORDS, observed, random_call
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED
@@ -31,7 +32,7 @@ def explained(seed):
         return None
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", [0, 1, 2, *in_long(3, 4, 5)])
 def test_what_is_explained_is_what_runs(block):
     """300 random calls, each twice: the first prepares, the second finds it prepared."""
     seen = set()

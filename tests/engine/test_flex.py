@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import regard as rg
+from long_cases import in_long
 from regard import pattern as words
 from regard.engine import flex
 from regard.engine.attention import attention
@@ -180,15 +181,13 @@ def test_a_mask_is_created_anew_when_its_data_have_changed():
         return abs(i - j) <= reach
 
     pattern = where(near)
-    before = flex._state(flex._data(pattern))
-    assert before == flex._state(flex._data(pattern))
+    before = flex.data_state(pattern)
+    assert before == flex.data_state(where(near)) != flex.data_state(pattern & causal())
     reach += 1
-    assert flex._state(flex._data(pattern)) != before
+    assert flex.data_state(pattern) != before
     held = {"reach": 3}
-    assert (
-        flex._state(flex._data(where(lambda i, j: abs(i - j) <= held["reach"]))) is None
-    )  # a change of it could not be noticed
-    assert flex._data(where(torch.ge)) is None
+    unnoticed = where(lambda i, j: abs(i - j) <= held["reach"]), where(torch.ge)  # changes of these
+    assert all(flex.data_state(x) is None for x in unnoticed)
 
 
 def test_grids_are_left_to_the_kernels_that_read_their_lines():
@@ -252,7 +251,7 @@ def test_flex_on_the_cpu_after_a_cache_and_from_an_offset_a_row(each):
 
 @compiled
 @pytest.mark.compiled
-@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("b", [1, *in_long(2)])
 def test_flex_on_the_cpu_reads_ids_and_lengths_that_are_columns_of_a_table(b):
     """Inductor does not compile a captured vector whose stride is not 1, even if it holds one number."""
     g = torch.Generator().manual_seed(0)

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 import regard as rg
+from long_cases import in_long
 from regard.engine import backends, call
 from regard.engine.cpu import documents
 from regard.errors import BackendError
@@ -135,7 +136,7 @@ def test_a_table_that_a_transform_made_is_not_used_after_it():
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch loops over a mapped axis
-@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+@pytest.mark.parametrize("name", ["window", *in_long("causal", "documents")])
 def test_transforms_in_a_compiled_graph_are_those_of_the_formula(name):
     """The window: torch.func took the forward derivative of the custom operator for 0, without a word."""
     pattern, n = HIGHER[name], 70

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard as rg
-from interpreter import patch_language_once_per_launch
+from interpreter import quicken
 from regard.nn import branch_end, branch_kernel, rotation_kernel
 from regard.nn.packed import Copies, Packed
 from regard.nn.position import build
@@ -177,7 +177,7 @@ def model(norm_at: str, dropout: float) -> dict:
 
 
 def main() -> None:
-    patch_language_once_per_launch()
+    quicken()
     branch_kernel.ENTRIES, branch_kernel.PROGRAMS = 64, 3  # several tiles and programs
     branch_kernel.END_BACKWARD, branch_kernel.SUM_ROWS = (64, 4, 3), 2
     for name, arguments in CASES.items():

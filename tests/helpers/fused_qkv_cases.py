@@ -15,7 +15,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 import regard as rg
-from interpreter import patch_language_once_per_launch
+from interpreter import quicken
 from regard import reference
 from regard.engine import fused_qkv
 from regard.engine.fused_qkv import Options
@@ -175,7 +175,7 @@ def model() -> dict:
 
 
 def main() -> None:
-    patch_language_once_per_launch()
+    quicken()
     from regard.training.loop import cross_entropy_kernel
 
     cross_entropy_kernel.BLOCK = 4  # several blocks per row

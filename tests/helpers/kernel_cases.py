@@ -28,7 +28,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from interpreter import patch_language_once_per_launch
+from interpreter import quicken
 from regard import reference
 from regard.pattern import (
     Pattern,
@@ -778,7 +778,7 @@ def _child(names: list[str], device: str, seconds: float) -> tuple[list[str], st
 def main(device: str, *names: str) -> None:
     torch.set_num_threads(1)
     if device == "cpu":
-        patch_language_once_per_launch()
+        quicken()
     known = {case.name: case for case in [*SMALL, *SHORT, *OTHERS, *ON_GPU, *EVERY_DTYPE]}
     for name in names:
         try:

@@ -8,6 +8,7 @@ import torch
 
 import regard as rg
 from ledger_cases import case, cases
+from long_cases import in_long
 from regard import Attention, Block, Embedding, Encoder, EncoderDecoder, FeedForward, Vision
 from regard.errors import FormatError, RegardError, ShapeError, SpecError
 from regard.nn.serialization import WEIGHTS
@@ -121,7 +122,9 @@ def test_a_vision_transformer_has_the_parameters_the_ledger_counts(c):
 
 
 @pytest.mark.ledger("S4.1.5b.3", "S1.Q5a.2", "S1.Q5a.3", "S4.1.5b.2")
-@pytest.mark.parametrize("name", rg.presets())
+@pytest.mark.parametrize(
+    "name", [*(p for p in rg.presets() if p != "transformer-big"), *in_long("transformer-big")]
+)
 def test_every_preset_runs_and_every_parameter_learns(name):
     torch.manual_seed(0)
     model = shrunk(rg.preset(name)).build()
@@ -373,7 +376,13 @@ def test_token_types_need_a_declaration():
     assert not torch.equal(bert(ids(1, 3)), bert(ids(1, 3), types=torch.ones(1, 3, dtype=torch.long)))
 
 
-@pytest.mark.parametrize("name", [p for p in rg.presets() if p != "transformer-big"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("t5-small", "vit-b16", "tiny", "tiny-gpt", "tiny-bert", "tiny-classifier"),
+        *in_long("transformer-base", "bert-base", "gpt2", "tiny-vit"),
+    ],
+)
 def test_a_model_comes_back_from_its_folder(name, tmp_path):
     model = built(shrunk(rg.preset(name))).float()
     rg.save(model, tmp_path / "m")

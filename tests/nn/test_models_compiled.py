@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import regard as rg
+from long_cases import in_long
 from regard import Attention, Block, FeedForward
 from regard.spec import Embedding, catalogue
 
@@ -43,11 +44,10 @@ def built(declared):
     "more",
     [
         {"pattern": rg.causal() & (rg.window(2) | rg.every(3)), "position": rg.rope(), "kv_heads": 1},
-        {"pattern": rg.causal(), "position": rg.alibi()},
         {"position": rg.relative_table(3)},
-        {"score": "additive"},
+        *in_long({"pattern": rg.causal(), "position": rg.alibi()}, {"score": "additive"}),
     ],
-    ids=["window", "alibi", "table", "additive"],
+    ids=["window", "table", "alibi", "additive"],
 )
 def test_attention_compiles_whole(more):
     same(
@@ -56,7 +56,7 @@ def test_attention_compiles_whole(more):
     )
 
 
-@pytest.mark.parametrize("norm_at", ["pre", "post"])
+@pytest.mark.parametrize("norm_at", ["pre", *in_long("post")])
 def test_a_block_compiles_whole(norm_at):
     block = Block(Attention(12, heads=2, pattern=rg.causal()), FeedForward(20), norm_at=norm_at)
     same(built(block), torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0)))

@@ -11,6 +11,7 @@ from torch import nn
 
 import regard as rg
 from ledger_cases import agrees, case, cases
+from long_cases import in_long
 from regard import Attention, Block, FeedForward, reference
 from regard.engine.attention import weights as dense_weights
 from regard.errors import RegardError, ShapeError
@@ -399,7 +400,7 @@ def test_a_block_without_positions_is_permutation_equivariant(order, seed):
 
 
 @pytest.mark.ledger("S0.Q1d.9", "S0.Q1d.7", "S1.Q4.0")
-@pytest.mark.parametrize("position", [rg.rope(), rg.alibi(), rg.t5_buckets(), rg.shaw(3), None])
+@pytest.mark.parametrize("position", [rg.rope(), rg.shaw(3), None, *in_long(rg.alibi(), rg.t5_buckets())])
 def test_order_is_seen_with_positions_or_a_causal_pattern(position):
     declared = Attention(12, heads=3, position=position, pattern=rg.full() if position else rg.causal())
     seen = 0

@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import regard as rg
+from long_cases import in_long
 from regard.pattern import Related, Relation
 
 TABLES = ("kv", "full_kv", "q", "full_q")
@@ -82,7 +83,7 @@ def test_blocks_are_of_one_kind_only_if_they_hold_the_same_pairs():
     assert_equal_to_pytorch(rg.strided(363) & rg.rows(254, 40), 1282, 1282, None)
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, *in_long(1)])
 def test_it_equals_create_block_mask(part):
     for seed in range(25 * part, 25 * part + 25):
         assert_equal_to_pytorch(*random_case(seed))
@@ -96,10 +97,9 @@ def test_it_equals_create_block_mask_on_2000_patterns():
 
 LONG = [
     rg.causal(),
-    rg.causal() & rg.window(1024),
     rg.causal() & (rg.window(1024) | rg.sinks(16)),
-    rg.window(128) | rg.sinks(64),
     rg.causal() & rg.blocks(4096),
+    *in_long(rg.causal() & rg.window(1024), rg.window(128) | rg.sinks(64)),
 ]
 
 

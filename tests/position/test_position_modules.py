@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger_cases import cases
+from long_cases import in_long
 from regard.errors import ShapeError, SpecError
 from regard.nn.position import build
 from regard.position import (
@@ -501,7 +502,7 @@ def test_a_compiled_table_refuses_positions_past_its_end():
 
 @pytest.mark.compiled
 @INDUCTOR_WARNS
-@pytest.mark.parametrize("cell", [(-1, 2), (0, -1), (0, 5), (3, 0)], ids=repr)
+@pytest.mark.parametrize("cell", [(-1, 2), (0, 5), *in_long((0, -1), (3, 0))], ids=repr)
 def test_a_compiled_grid_refuses_cells_outside_of_it(cell):
     torch.compiler.reset()
     fast = torch.compile(build(learned((3, 5)), d_model=8), fullgraph=True)

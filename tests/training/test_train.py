@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import regard as rg
+from long_cases import in_long
 from regard.training.recipes.preflight import Preflight
 from training_run_case import small, write_pairs
 
@@ -40,7 +41,7 @@ def test_a_recipe_by_name_is_trained_evaluated_and_reported(trained):
     assert re.fullmatch(repr_form, repr(result))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [*in_long(torch.no_grad), torch.inference_mode])
 def test_it_trains_where_the_caller_has_turned_gradients_off(trained, tmp_path, mode):
     with mode():
         result = rg.train(

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
+from long_cases import in_long, rows_in_long
 from memory_witness import counted
 from regard.costs.entry import cost
 from regard.engine import flex
@@ -148,7 +149,7 @@ def real_inputs(config, n, m, b):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "marian", "vit"])
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "vit", *in_long("gpt2", "marian")])
 def test_a_hugging_face_configuration_is_counted_as_its_eager_model_is(name):
     import transformers
 
@@ -431,11 +432,10 @@ def test_integers_are_counted_on_a_gpu_as_experts_by_a_router():
     ("name", "chosen"),
     [
         ("bert", "BertForMaskedLM"),
-        ("gpt2", "GPT2LMHeadModel"),
         ("llama", "LlamaForCausalLM"),
         ("t5", "T5ForConditionalGeneration"),
-        ("marian", "MarianMTModel"),
         ("vit", "ViTForImageClassification"),
+        *rows_in_long(("gpt2", "GPT2LMHeadModel"), ("marian", "MarianMTModel")),
     ],
 )
 def test_a_configuration_without_architectures_is_the_model_that_its_family_trains(name, chosen):

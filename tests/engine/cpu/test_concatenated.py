@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
+from long_cases import in_long
 from pattern_strategies import offsets, patterns
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED, choose
@@ -260,7 +261,7 @@ def test_it_is_taken_where_it_is_faster(pattern, grad):
     assert choose(facts(dilated(8, 8), 4096)).variant != CONCATENATED
 
 
-@pytest.mark.parametrize("backend", ["auto", "tiles"])
+@pytest.mark.parametrize("backend", ["auto", *in_long("tiles")])
 @pytest.mark.parametrize("more", [{}, {"return_lse": True}, {"lengths": torch.tensor([1200])}], ids=str)
 def test_a_call_takes_it_from_the_first_on(backend, more, monkeypatch):
     ran, real = [], tiles.TileAttention.forward

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import regard as rg
+from long_cases import rows_in_long
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED, choose
 from regard.engine.call import CallFacts
@@ -53,7 +54,7 @@ def close(fast, plain, ref, dtype):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-@pytest.mark.parametrize(("near", "kept"), [(1, 1 << 21), (1 << 18, 1 << 21), (1 << 13, 0)])
+@pytest.mark.parametrize(("near", "kept"), [(1, 1 << 21), *rows_in_long((1 << 18, 1 << 21)), (1 << 13, 0)])
 @pytest.mark.parametrize(
     "given", [{"n": 67}, {"n": 96, "h": 4, "h_kv": 2, "d_v": 5, "dtype": f32}], ids=["prime", "shared"]
 )

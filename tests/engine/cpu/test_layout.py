@@ -5,6 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from long_cases import rows_in_long
 from pattern_strategies import offsets, patterns
 from regard.engine.cpu import layout as layouts
 from regard.engine.cpu import strided_layout
@@ -126,7 +127,7 @@ def fresh(pattern, n, tile=8):
 
 
 @pytest.mark.parametrize(
-    "scores, one_head", [(1, 1), (130, 1), (300, 1 << 17), (1 << 19, 1), (1 << 19, 1 << 17)]
+    "scores, one_head", [(1, 1), (300, 1 << 17), (1 << 19, 1 << 17), *rows_in_long((130, 1), (1 << 19, 1))]
 )
 @pytest.mark.parametrize(
     "pattern", [window(8) | every(16), causal() & strided(8), MIXED[1], every(7)], ids=repr

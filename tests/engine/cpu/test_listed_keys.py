@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import regard as rg
+from long_cases import in_long
 
 N = 960
 LIST = torch.randint(-1, 15, (15, 3), generator=torch.Generator().manual_seed(1))
@@ -27,7 +28,7 @@ def qkv(n, heads=2, kv_heads=1, grad=True):
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_(grad) for s in shapes]
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", ["shifted grid", "video", "list", "tree and band", *in_long("grid", "tree")])
 def test_results_and_gradients_are_those_of_the_mask(name):
     pattern = PATTERNS[name]
     n = 961 if name == "shifted grid" else N

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from long_cases import in_long
 from pattern_strategies import offsets, patterns
 from regard.engine.cpu import gathered_layout, tiles
 from regard.engine.cpu.layout import TileGroup
@@ -234,12 +235,11 @@ def test_a_query_that_sees_one_key_has_no_gradient_of_its_score(monkeypatch):
 
 
 LONG = [
-    window(34) | every(32),
     causal() & (window(34) | every(32)),
-    window(137),
     dilated(8, 8),
     causal() & strided(32),
     causal() & (window(68) | sinks(4)),
+    *in_long(window(34) | every(32), window(137)),
 ]
 
 

@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 
+from long_cases import in_long
+
 pytest.importorskip("triton.experimental.gluon")  # the kernels are written in it
 from launch_model import LaunchError, check_backward, check_forward
 from modeled_gpu import Case, modeled_gpu
@@ -88,7 +90,7 @@ def check(case: Case) -> list[list[str]]:
 FEW, MANY = 1_000_000, 4_000_000
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(20), *in_long(*range(20, 40))])
 def test_random_calls_count_every_pair_once(seed):
     check(random_case(seed, FEW))
 
@@ -178,7 +180,7 @@ def test_forward_passes_whose_rows_fit_into_the_cache_are_not_chained():
     assert len(program.launches) == 2 and program.workspace["counters"] == 0 and not program.zeroed
 
 
-@pytest.mark.parametrize("min_run", [1, 20, 10_000])
+@pytest.mark.parametrize("min_run", [1, *in_long(20), 10_000])
 @pytest.mark.parametrize(
     "case",
     [

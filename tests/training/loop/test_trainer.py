@@ -21,6 +21,7 @@ import torch
 
 import regard as rg
 from ledger_cases import cases
+from long_cases import in_long
 from regard.errors import BackendError, SpecError
 from regard.schedule import constant, warmup_cosine
 from regard.training.loop import checkpoints
@@ -117,7 +118,7 @@ def test_the_first_update_uses_step_1_and_the_norm_is_logged(whole):
     assert all(e["norm"] > 0 and e["tokens_per_second"] > 0 and 0 <= e["padding_share"] < 0.5 for e in events)
 
 
-@pytest.mark.parametrize("stop", [4, 12, 20])
+@pytest.mark.parametrize("stop", [4, *in_long(12), 20])
 def test_a_run_that_is_resumed_ends_where_the_other_did(whole, tmp_path, stop):
     first = trainer(tmp_path)
     first.settings = replace(SETTINGS, steps=stop)
@@ -348,7 +349,7 @@ def test_a_gradient_that_is_not_finite_stops_and_names_the_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "signals", [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)], ids=str
+    "signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM), *in_long((signal.SIGINT,))], ids=str
 )
 def test_ctrl_c_and_sigterm_save_and_leave_and_the_run_goes_on(whole, tmp_path, signals):
     one = trainer(tmp_path)

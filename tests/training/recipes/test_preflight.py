@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import regard as rg
+from long_cases import in_long
 from regard.costs import Cost
 from regard.pattern import full
 from regard.training import recipes
@@ -100,7 +101,7 @@ def test_a_slow_rehearsal_ends_early_and_says_what_it_left_out(run, monkeypatch)
     assert pace.updates == 1 and pace.predicted > 0
 
 
-@pytest.mark.parametrize("average", [ema(0.9), last(2)])
+@pytest.mark.parametrize("average", [ema(0.9), *in_long(last(2))])
 def test_a_rehearsal_leaves_the_run_as_it_was(tmp_path, average):
     made, losses = small(tmp_path, log_every=1, average=average), []
     block = made.model.encoder.block
