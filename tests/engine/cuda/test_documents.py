@@ -6,6 +6,7 @@ import random
 import weakref
 from unittest import mock
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -393,7 +394,16 @@ def launches_of(call: CallFacts) -> Packed:
     return found
 
 
-@pytest.mark.usefixtures("on_hopper", "empty_caches")
+@pytest.fixture
+def unchecked():
+    """Without checks of shapes, which keep the objects that they have checked."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.usefixtures("on_hopper", "empty_caches", "unchecked")
 def test_new_ids_at_each_call_fill_no_cache_and_are_dropped():
     caches = device_passes, with_masks, tables, cuda_call._task
     before = len(PREPARED), [cache.cache_info().currsize for cache in caches]

@@ -293,7 +293,8 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        *saved, sink, lengths = ctx.saved_tensors
+        tensors = ctx.saved_tensors
+        saved, (sink, lengths) = tensors[:5], tensors[5:]
         if _grad_enabled():  # create_graph=True: these gradients will be differentiated again
             (q, k, v, _, _), task = saved, ctx.attention.task
             terms = {
