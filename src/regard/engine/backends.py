@@ -133,6 +133,5 @@ def _without_sizes(f: CallFacts) -> Backend:
 # Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls without further arguments, by the key
 # that `attention._key` computes.
 PREPARED = Cache(256)
-OF_DATA = Cache(
-    16
-)  # prepared calls of patterns with data, and these patterns, so that the id of a tensor stays its own
+# Prepared calls of patterns with data, with these patterns, so that the id of a tensor stays its own.
+OF_DATA = Cache(8)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -61,7 +62,7 @@ OTHER_CASES = [  # in `make long`
 SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor; of them, reserved for each program
 
 
-def launches_of(which, pattern, d, n=8192):
+def launches_of(which, pattern, d, n=8192, softcap=None, **terms):
     """What would be launched, and the configuration it is prepared for."""
     from regard.engine.cuda import launches
     from regard.engine.cuda.call import CallLayout, Task, contiguous, default
@@ -70,8 +71,8 @@ def launches_of(which, pattern, d, n=8192):
     launches.is_hopper, hopper.programs_at_a_time = (lambda device: True), (lambda config, device: 8)
     hopper.CACHE = 0  # forward passes are chained, although their rows would fit into a GPU's cache
     like, configs = contiguous(1, 2, n, d), default(d, d, torch.bfloat16)
-    task = Task(pattern, 0, 1, d**-0.5, 0.0, None, configs)
-    call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"))
+    task = Task(pattern, 0, 1, d**-0.5, 0.0, softcap, configs)
+    call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"), **terms)
     if which == "hopper_forward":
         _, program = launches.forward(call._replace(tensors=(like,) * 3))
         return [launch for launch, *_ in program.launches], configs.hopper_forward
@@ -118,6 +119,11 @@ def main():
     """One line per case, as JSON."""
     from regard.engine.cuda.hopper.launches import programs_per_multiprocessor
 
+    if sys.argv[1:] == ["terms"]:
+        for which, terms in product(POINTERS, TERMS):
+            made = compiled(launches_of(which, SPARSE, 64, **terms)[0][0])
+            print(json.dumps({"kernel": which, "tanh": made.asm["ptx"].count("rcp.approx.ftz.f32 x")}))
+        return
     others = len(sys.argv) > 1
     for which, pattern, d, *nth in OTHER_CASES if others else CASES:
         launches, config = launches_of(which, pattern, d, getattr(pattern, "size", 8192))
@@ -145,6 +151,7 @@ def main():
         print(json.dumps({"fused": name, "launches": fused(name)}))
 
 
+TERMS = {"softcap": 30.0}, {"lengths": 1}, {"lengths": 2, "softcap": 30.0, "has_sink": True}
 FUSED = ("fused context of unequal length 60 x 20", "fused context of unequal length 33 x 100")
 OTHER_FUSED = ("fused context", "fused context of unequal length 20 x 60")
 
@@ -201,6 +208,13 @@ def run(tmp_path_factory, *arguments):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     return run(tmp_path_factory)
+
+
+@pytest.mark.long
+def test_hopper_kernels_compile_with_softcap_lengths_and_sinks(tmp_path_factory):
+    found = run(tmp_path_factory, "terms")
+    assert [x["kernel"] for x in found] == [name for name in POINTERS for _ in TERMS]
+    assert [x["tanh"] > 0 for x in found] == ["softcap" in terms for _ in POINTERS for terms in TERMS]
 
 
 @pytest.fixture(scope="module")

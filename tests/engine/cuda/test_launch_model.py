@@ -113,6 +113,39 @@ def test_random_global_rows_count_every_pair_once(seed):
     check(Case(pattern, 1280, d=rng.choice([64, 256]), h=2, programs=rng.choice([8, 24, 132, 264])))
 
 
+# Score terms
+
+
+TERM_PATTERNS = {
+    "one pass": (causal() & window(64), True),
+    "passes that continue": (causal() & (window(64) | dilated(64, 8) | dilated(64, 64)), False),
+    "global rows": (window(64) | rows(64), False),
+}
+
+
+@pytest.mark.parametrize("name", TERM_PATTERNS)
+def test_with_lengths_heads_stay_apart_and_a_sink_joins_in_one_pass_alone(name):
+    """A program reads the lengths of one batch row; a sink is added once to every row."""
+    pattern, joins = TERM_PATTERNS[name]
+    case = Case(pattern, 8192, d=128, b=2, h=2, programs=24)
+    for terms, apart in (({}, False), ({"lengths": 1}, True), ({"lengths": 2}, True)):
+        call = case.call._replace(has_sink=True, **terms)
+        with modeled_gpu(case.programs):
+            route, forward, _ = forward_launches(call._replace(tensors=call.tensors[:3]))
+            both = [*forward, *hopper.dq(call)[1], *hopper.dkv(call)[1]]
+            assert launches.joins_sink(call, route) is joins
+        tiled = [
+            launch for launch, _ in both if launch.kernel.__name__.startswith("hopper") and launch.grid[0]
+        ]
+        numbers = [dict(zip(reversed(x.kernel.arg_names[:-1]), reversed(x.numbers))) for x in tiled]
+        if apart:
+            assert {x["all_heads"] for x in numbers} == {4} and not any(x.sizes["S"].CHAINED for x in tiled)
+        else:
+            assert 1 in {x["all_heads"] for x in numbers}
+        assert {x.sizes["S"].LENGTHS for x in tiled} == {terms.get("lengths", 0)}
+        assert {x.sizes["S"].SINKS for x in tiled[:1]} == {joins}
+
+
 # Calls that need one thing each
 
 WIDE = Case(causal(), 1280, d=256, programs=396)

@@ -243,7 +243,7 @@ def visible(j, limits, S: gl.constexpr):
 @gluon.jit
 def capped(scores, curve, S: gl.constexpr):
     """tanh of the scores times half of `curve` in base e, as 1 − 2 / (1 + 2 ** (curve · score)), with an absolute
-    error of 2 · 10⁻⁷; without a softcap, the scores."""
+    error of about 3 · 10⁻⁷, by estimate; without a softcap, the scores."""
     if S.CAPPED:
         text: gl.constexpr = """{ .reg .f32 x; mul.f32 x, $1, $2; ex2.approx.ftz.f32 x, x;
             add.f32 x, x, 0f3F800000; rcp.approx.ftz.f32 x, x; fma.rn.f32 $0, x, 0fC0000000, 0f3F800000; }"""
