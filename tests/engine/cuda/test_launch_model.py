@@ -28,6 +28,7 @@ from regard.pattern import (
     causal,
     dilated,
     every,
+    full,
     neighborhood,
     prefix,
     rows,
@@ -144,6 +145,16 @@ def test_with_lengths_heads_stay_apart_and_a_sink_joins_in_one_pass_alone(name):
             assert 1 in {x["all_heads"] for x in numbers}
         assert {x.sizes["S"].LENGTHS for x in tiled} == {terms.get("lengths", 0)}
         assert {x.sizes["S"].SINKS for x in tiled[:1]} == {joins}
+
+
+def test_no_sink_joins_where_programs_share_tiles():
+    """Each of them would add it to its part."""
+    case = Case(full(), 4096, d=128, programs=396)
+    call = case.call._replace(has_sink=True)
+    with modeled_gpu(case.programs):
+        route, made, _ = forward_launches(call._replace(tensors=call.tensors[:3]))
+        assert len(route.steps) == 1 and route.steps[0].work.slots
+        assert not launches.joins_sink(call, route) and not made[0][0].sizes["S"].SINKS
 
 
 # Calls that need one thing each
