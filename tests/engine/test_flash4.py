@@ -6,6 +6,7 @@ the last query has the last key, and a window counts from there.
 
 import random
 import sys
+from functools import partial
 from math import inf
 
 import pytest
@@ -15,7 +16,7 @@ import regard as rg
 from long_cases import in_long
 from regard.engine import flash4
 from regard.engine.backends import TABLE, choose
-from regard.engine.call import CallFacts
+from regard.engine.call import Call, CallFacts
 from regard.errors import BackendError
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16, "d_k": 128, "d_v": 128, "heads": 16, "kv_heads": 16}
@@ -140,14 +141,14 @@ def test_looking_for_it_imports_nothing(installed):
 
 class Kernel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, extra, left, right, scale):
-        ctx.save_for_backward(q, k, v)
+    def forward(ctx, q, k, v, extra, left, right, scale, sink):
+        ctx.save_for_backward(q, k, v, *([] if sink is None else [sink]))
         ctx.options = left, right, scale
         ctx.set_materialize_grads(False)
-        return Kernel.formula(q, k, v, left, right, scale)
+        return Kernel.formula(q, k, v, sink, left, right, scale)
 
     @staticmethod
-    def formula(q, k, v, left, right, scale):
+    def formula(q, k, v, sink, left, right, scale):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         n, m = q.shape[2], k.shape[2]
         behind = torch.arange(m - n, m)[:, None] - torch.arange(m)
@@ -155,30 +156,31 @@ class Kernel(torch.autograd.Function):
         allowed &= True if left is None else behind <= left
         allowed &= True if right is None else -behind <= right
         k, v = (rg.reference.repeat_heads(x, q.shape[1]) for x in (k, v))
-        found = rg.reference.attend(q, k, v, allowed, scale=scale)
+        found = rg.reference.attend(q, k, v, allowed, scale=scale, sink_logits=sink)
         return found.o.transpose(1, 2).contiguous(), found.lse
 
     @staticmethod
     def backward(ctx, *grads):
         with torch.enable_grad():  # without a graph of its own, as that of the kernels
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            outputs = Kernel.formula(*inputs, *ctx.options)
+            outputs = Kernel.formula(*inputs, *([] if len(inputs) == 4 else [None]), *ctx.options)
         given = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None]
         given_grads = [dy.detach() for _, dy in given]
         found = torch.autograd.grad([y for y, _ in given], inputs, given_grads, materialize_grads=True)
-        return *(x.detach() for x in found), None, None, None, None
+        found = [x.detach() for x in found]
+        return *found[:3], None, None, None, None, found[3] if len(inputs) == 4 else None
 
 
-def kernel(q, k, v, *, softmax_scale, window_size, deterministic, return_lse):
+def kernel(q, k, v, *, softmax_scale, window_size, deterministic, return_lse, learnable_sink=None):
     assert deterministic and q.stride(-1) == 1
-    return Kernel.apply(q, k, v, None, *window_size, softmax_scale)
+    return Kernel.apply(q, k, v, None, *window_size, softmax_scale, learnable_sink)
 
 
-def by_flash4(q, k, v, pattern, at=None, scale=None):
+def by_flash4(q, k, v, pattern, at=None, scale=None, sink=None):
     n, m = q.shape[2], k.shape[2]
     f = CallFacts(pattern, n, m, q.shape[3], v.shape[3], at=at, scale=scale)
     parts = flash4.parts_of(pattern, n, m, f.offset[0])
-    return flash4.attend(kernel, q, k, v, flash4.Options(parts, f.factor, return_lse=True))
+    return flash4.attend(kernel, flash4.Options(parts, f.factor, return_lse=True), q, k, v, sink)
 
 
 def case(seed):
@@ -227,6 +229,35 @@ def test_gradients_can_be_differentiated_again():
         assert torch.autograd.gradgradcheck(attend, (q, k, v))
         only_lse = lambda *x, p=pattern, at=at: by_flash4(*x, p, at)[1]  # noqa: E731
         assert torch.autograd.gradgradcheck(only_lse, (q, k, v))
+
+
+@pytest.mark.parametrize("pattern, at", [(rg.window(1), 0), (rg.causal() | rg.prefix(2), None)])
+def test_sinks_are_handed_to_its_kernels_and_differentiated_twice(installed, monkeypatch, pattern, at):
+    g = torch.Generator().manual_seed(1)
+    random = partial(torch.randn, dtype=torch.float32, generator=g, requires_grad=True)
+    q, k, v, sink = random(2, 4, 5, 3), random(2, 2, 5, 3), random(2, 2, 5, 3), random(4)
+    o, lse = by_flash4(q, k, v, pattern, at, sink=sink)
+    options = {"at": at, "sink_logits": sink, "return_lse": True, "backend": "reference"}
+    exact = rg.attention(q, k, v, pattern, **options)
+    torch.testing.assert_close((o, lse), exact)
+    inputs = q, k, v, sink
+    for learned in (inputs, inputs[:3], inputs[3:]):
+        mine, theirs = (
+            torch.autograd.grad([*y], learned, [*map(torch.cos, y)], create_graph=True)
+            for y in ((o, lse), exact)
+        )
+        torch.testing.assert_close(mine, theirs)
+        again = [
+            torch.autograd.grad([x.square().sum() for x in y], inputs, retain_graph=True)
+            for y in (mine, theirs)
+        ]
+        torch.testing.assert_close(*again, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(flash4, "_kernel", kernel)
+    sizes = {"d_k": 3, "d_v": 3, "batch": 2, "heads": 4, "kv_heads": 2, "dtype": torch.float32}
+    prepared = TABLE["flash4"].prepare(facts(pattern, 5, **sizes, sink_logits=True, at=at))
+    assert prepared.joins_sink and (prepared.build is None) == (at is not None)
+    called = Call(q, k, v, pattern, sink_logits=sink, at=at)
+    torch.testing.assert_close(prepared(called)[0], rg.attention(q, k, v, pattern, at=at, sink_logits=sink))
 
 
 @pytest.mark.parametrize(

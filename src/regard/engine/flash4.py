@@ -1,12 +1,13 @@
 """The backend `flash4`: FlashAttention-4's kernels, where the package flash-attn-4 is installed (`regard[flash]`).
 
 It takes 16-bit heads on Hopper and Blackwell GPUs and patterns that are one band of i − j: every pair, causal, a
-window, and both; or a few of them, one after the other, as a causal pattern with a prefix. Its backward pass adds up
-in a fixed order only by `deterministic=True`, so that is what runs here.
+window, and both; or a few of them, one after the other, as a causal pattern with a prefix. Sinks are joined in its
+kernels. Its backward pass adds up in a fixed order only by `deterministic=True`, so that is what runs here.
 Nothing here imports the package before a call runs.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from importlib import metadata
 from math import ceil, inf
@@ -76,12 +77,18 @@ class Flash4:
 
     def prepare(self, f: CallFacts) -> Prepared:
         options = Options(parts_of(f.pattern, f.n, f.m, f.offset[0]), f.factor, f.return_lse)
-        run = partial(attend, _kernel, options=options)
-        build = (lambda: lambda q, k, v: run(q, k, v)[0]) if f.only_pattern else None
+        run = partial(attend, _kernel, options)
+        direct = replace(f, sink_logits=False).only_pattern
+        build = lambda: lambda q, k, v, lengths=None, at=None, sink=None: run(q, k, v, sink)[0]  # noqa: E731
         bands = " and ".join(map(str, options.parts))
         variant = f"{PACKAGE} {version()}, {bands}" + (", deterministic backward" if f.grad else "")
         return Prepared(
-            self.name, variant, lambda: _computed(f), lambda call: run(call.q, call.k, call.v), build
+            self.name,
+            variant,
+            lambda: _computed(f),
+            lambda call: run(call.q, call.k, call.v, call.sink_logits),
+            build if direct else None,
+            joins_sink=True,
         )
 
 
@@ -203,29 +210,40 @@ def _kernel(*tensors: Tensor, **options: Any) -> Any:
     return flash_attn_func(*tensors, **options)
 
 
-def attend(kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: Options) -> Outputs:
+def attend(
+    kernel: Callable[..., Any], options: Options, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None
+) -> Outputs:
     """o and lse by `flash_attn_func`, which has the heads behind the positions."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     parts = options.parts
+    sink = sink.float() if sink is not None and sink.dtype == torch.float64 else sink
     if len(parts) == 1:
-        o, lse = _part(kernel, q, k, v, parts[0], options)
+        o, lse = _part(kernel, (q, k, v), sink, parts[0], options)
         return o.transpose(1, 2), lse
     queries = q.split([part.rows for part in parts], 1)
-    found = [_part(kernel, x, k, v, part, options) for x, part in zip(queries, parts)]
+    found = [_part(kernel, (x, k, v), sink, part, options) for x, part in zip(queries, parts)]
     o = torch.cat([o for o, _ in found], 1).transpose(1, 2)
     return o, torch.cat([lse for _, lse in found], 2) if options.return_lse else None
 
 
 def _part(
-    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, part: Part, options: Options
+    kernel: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sink: Tensor | None,
+    part: Part,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
+    q, k, v = tensors
     if part.end - part.first < k.shape[1]:
         k, v = k[:, part.first : part.end], v[:, part.first : part.end]
-    window_size = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
-    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **window_size)
+    given: dict[str, Any] = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
+    if sink is not None:
+        given["learnable_sink"] = sink
+    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **given)
     if o.grad_fn is not None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        call = Call(q, k, v, part.pattern, scale=options.scale, at=k.shape[2] - q.shape[2])
+        at = k.shape[2] - q.shape[2]
+        call = Call(q, k, v, part.pattern, scale=options.scale, sink_logits=sink, at=at)
         o.grad_fn.register_hook(partial(_double_backward, call))
     return o, lse
 
@@ -233,9 +251,11 @@ def _part(
 def _double_backward(
     call: Call, grads: tuple[Tensor | None, ...], given: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, ...] | None:
-    """A hook after its backward pass: the gradients as they are, or under create_graph=True by the formula."""
+    """A hook after its backward pass: the gradients as they are, or under create_graph=True by the formula. After
+    those of q, k and v, only that of the sink is not None."""
     if not torch.is_grad_enabled() or given[0] is given[1] is None:
         return None
     grad = None if given[0] is None else given[0].transpose(1, 2)
-    results = reference_backend.gradients((grad, given[1]), call)
-    return *(None if x is None else x.transpose(1, 2) for x in results), *grads[3:]
+    *results, of_sink = (*reference_backend.gradients((grad, given[1]), call), None)[:4]
+    rest = (None if x is None else of_sink for x in grads[3:])
+    return *(None if x is None else x.transpose(1, 2) for x in results), *rest

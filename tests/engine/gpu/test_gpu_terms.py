@@ -315,3 +315,21 @@ def test_flash4_gives_the_log_sum_exp_and_can_be_differentiated_twice():
     assert again.isfinite().all() and again.abs().sum() > 0
     explained = rg.explain(q, k, v, pattern, backend="flash4")
     assert explained.backend == "flash4" and f"flash-attn-4 {flash4.version()}" in explained.variant
+
+
+@needs_flash4
+@warns
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_flash4_joins_sinks_of_any_dtype_and_differentiates_them(dtype):
+    q, k, v = (x.requires_grad_() for x in qkv(2, 4, 2, 700, 700, 64, torch.bfloat16))
+    sink = torch.tensor([2.0, -1.0, 0.5, -torch.inf], device="cuda", dtype=dtype, requires_grad=True)
+    inputs, found = (q, k, v, sink), {}
+    for pattern in (rg.causal(), rg.causal() | rg.prefix(200)):
+        for backend in ("flash4", "reference"):
+            terms = {"sink_logits": sink, "return_lse": True, "backend": backend}
+            o, lse = rg.attention(*inputs[:3], pattern, **terms)
+            loss = (o.float() * torch.linspace(-1, 1, 64, device="cuda")).sum() + lse.sum() / 9
+            found[backend] = [o, lse, *torch.autograd.grad(loss, inputs)]
+        for fast, exact in zip(*found.values()):
+            assert fast.dtype == exact.dtype
+            assert (fast.double() - exact.double()).abs().max() <= 2e-2 * exact.double().abs().max()
