@@ -10,13 +10,13 @@ flash4     FlashAttention-4's kernels on CUDA, where its package is installed
 
 from dataclasses import replace
 from math import isinf
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from .. import compat
 from ..errors import BackendError, SpecError, nearest
-from ..pattern import Pattern, full
+from ..pattern import full
 from .call import Cache, CallFacts, Prepared
 from .cpu.backend import Tiles
 from .cuda.backend import Triton
@@ -66,7 +66,7 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
     return calls.get(key) or calls.put(key, _prepare(f, backend))
 
 
-def calls_with_data(pattern: Pattern, state: tuple) -> Cache:
+def calls_with_data(pattern: Any, state: tuple) -> Cache:
     """The same as PREPARED for the calls of one pattern with data as they are now."""
     return (OF_DATA.get(state) or OF_DATA.put(state, (Cache(64), pattern.values())))[0]
 

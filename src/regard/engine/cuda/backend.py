@@ -74,15 +74,8 @@ class Triton:
 
 def _is_direct(f: CallFacts) -> bool:
     """Whether nothing but numbers and the tensors of `Call.row_extras` is given beside q, k, v and the pattern."""
-    pattern = full() if isinstance(f.pattern, Packed) else f.pattern
-    rest = {
-        "lengths": False,
-        "left_padding": False,
-        "row_offsets": False,
-        "sink_logits": False,
-        "softcap": None,
-    }
-    return replace(f, pattern=pattern, **rest).only_pattern
+    rest = replace(f, lengths=False, left_padding=False, row_offsets=False, sink_logits=False, softcap=None)
+    return (replace(rest, pattern=full()) if isinstance(f.pattern, Packed) else rest).only_pattern
 
 
 def _pattern(f: CallFacts) -> Pattern:

@@ -17,7 +17,6 @@ from .call import PLAIN, CallLayout, Task, kinds_of_rows, layout, on_device, pad
 from .documents import Packed
 from .prepared import PREPARED, current_device, raw_stream
 
-
 # Prepared calls: for one layout of the tensors, what is allocated and launched.
 
 
@@ -27,12 +26,11 @@ def _launches_of(task: Task) -> Cache:
 
 def _once_per_layout(make: Callable[[CallLayout], Any]) -> Callable[[CallLayout], Any]:
     def find(call: CallLayout) -> Any:
-        cache, key = _launches_of(call.task), (make, call)
+        cache, key = _launches_of(call.task), (make, *call)
         if (
             cache is not PREPARED
-        ):  # no key may refer to the ids, which own the cache: they are dropped with it
-            values = tuple(vars(call.task).values())
-            key = make, values[1:], call[1:]
+        ):  # it belongs to ids, whose pattern no key refers to: both are dropped at once
+            key = make, *tuple(vars(call.task).values())[1:], *call[1:]
         found = cache.get(key)
         return cache.put(key, make(call)) if found is None else found
 
