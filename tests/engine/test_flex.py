@@ -181,13 +181,13 @@ def test_a_mask_is_created_anew_when_its_data_have_changed():
         return abs(i - j) <= reach
 
     pattern = where(near)
-    before = flex.data_state(pattern)
-    assert before == flex.data_state(where(near)) != flex.data_state(pattern & causal())
+    before = pattern.state()
+    assert before == where(near).state() != (pattern & causal()).state()
     reach += 1
-    assert flex.data_state(pattern) != before
+    assert pattern.state() != before
     held = {"reach": 3}
     unnoticed = where(lambda i, j: abs(i - j) <= held["reach"]), where(torch.ge)  # changes of these
-    assert all(flex.data_state(x) is None for x in unnoticed)
+    assert all(x.state() is None for x in unnoticed)
 
 
 def test_grids_are_left_to_the_kernels_that_read_their_lines():

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
-from regard.engine.cuda import launches, mask, prepared
+from regard import compat
+from regard.engine import attention as entry_point
+from regard.engine.call import facts_of
+from regard.engine.cuda import host, launches, mask, prepared
 from regard.engine.cuda.call import CallLayout, Layout, Task, contiguous, default
 from regard.engine.cuda.hopper import launches as hopper
 from regard.engine.cuda.hopper import static
@@ -52,6 +55,43 @@ class RecordedProgram(prepared.Program):
     def __init__(self, inputs, given, workspace, device, zeroed=False):
         self.launches = [x for x in given if x[0].grid[0]]
         self.workspace, self.zeroed = workspace, zeroed
+
+
+class CountedProgram(prepared.Program):
+    """Its launches do nothing."""
+
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.direct = [(lambda *_: None, x.grid, (), pick, ()) for x, pick, _ in self.launches]
+
+
+@contextmanager
+def counting_gpu() -> Iterator[list[CountedProgram]]:
+    """`attention` of CPU tensors as the host of a Hopper GPU runs it: programs are prepared, and listed, and their
+    launches do nothing."""
+    made: list[CountedProgram] = []
+
+    def program(*given, **more) -> CountedProgram:
+        made.append(CountedProgram(*given, **more))
+        return made[-1]
+
+    patches = [
+        (entry_point, "facts_of", lambda call: replace(facts_of(call), device="cuda:0")),
+        (torch.Tensor, "is_cuda", True),
+        (launches, "is_hopper", lambda device: True),
+        (launches, "Program", program),
+        (hopper, "programs_at_a_time", lambda config, device: 132),
+        (prepared, "constants", lambda sizes: sizes),
+        (compat, "stream_is_capturing", lambda: False),
+        *((holder, "_is_capturing", lambda: False) for holder in (host,)),
+        *((holder, "raw_stream", lambda device: 0) for holder in (host, prepared)),
+        *((holder, "current_device", lambda: -1) for holder in (host, prepared)),
+        (prepared, "hooks_set", lambda: False),
+    ]
+    with ExitStack() as stack:
+        for holder, name, value in patches:
+            stack.enter_context(mock.patch.object(holder, name, value))
+        yield made
 
 
 def numpy_function(word, arguments, body, jit, space) -> Any:

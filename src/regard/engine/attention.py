@@ -1,6 +1,7 @@
 """The entry point to attention: its arguments are checked, and those that change nothing are removed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, isnan, prod, sqrt
 from typing import Any
 
@@ -13,14 +14,14 @@ from ..errors import ShapeError, SpecError, not_an_argument, require_device, req
 from ..pattern import At, Pattern, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
-from .backends import PREPARED, choose
+from .backends import PREPARED, calls_with_data, choose
 from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced
 from .merge import by_heads, merge_sink
 
 # Bound once: looking up torch.compiler.is_compiling takes as long as calling it.
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes, compat.autocast_active
-_prepared, _higher = PREPARED.get, compat.higher_derivatives
+_higher = compat.higher_derivatives
 INTEGERS = torch.int32, torch.int64
 TENSORS = Tensor, torch.nn.Parameter
 
@@ -71,7 +72,8 @@ def attention(
         rows = _row_extras(q, lengths, at, sink_logits)
     direct_kind = bias is None and not dropout_p and not return_lse and ties == "share"
     key = None if rows is None or not direct_kind else _key(q, k, v, pattern, (scale, softcap), backend, rows)
-    if key is not None and (direct := _prepared(key)) is not None:
+    calls = PREPARED if key is None or type(key[0]) is str else calls_with_data(pattern, key[0])
+    if key is not None and (direct := calls.get(key)) is not None:
         return direct(q, k, v, lengths, at, sink_logits) if rows else direct(q, k, v)
     call, front = _checked(
         q, k, v, pattern, lengths=lengths, bias=bias, scale=scale, softcap=softcap, sink_logits=sink_logits,
@@ -80,23 +82,24 @@ def attention(
     if isinstance(call.pattern, per_head):
         o, lse = by_heads(call, lambda heads: _run(heads, backend))
     else:
-        o, lse = _run(call, backend, key if call.q is q and call.at is at else None)
+        keep = None if key is None or call.q is not q or call.at is not at else partial(calls.put, key)
+        o, lse = _run(call, backend, keep)
     if front is not None:
         o, lse = o.reshape(*front, *o.shape[2:]), None if lse is None else lse.reshape(*front, call.n)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
-def _run(call: Call, backend: str, key: tuple | None = None) -> Outputs:
+def _run(call: Call, backend: str, keep: Callable[[Any], Any] | None = None) -> Outputs:
     """One call of one pattern. A sink is a part of the softmax with a log-sum-exp and no value: it is merged in.
 
-    key: under which later calls find the function (q, k, v) → o, if this call has one.
+    keep: is given the function (q, k, v) → o for later calls, if this call has one.
     """
     if call.q.shape[1] == 0:  # no heads: an empty result of the right shape
         o = call.q @ call.k.mT @ call.v
         return o, o.sum(-1)
     prepared = choose(facts_of(call), backend)
-    if key is not None and prepared.build is not None:
-        PREPARED.put(key, prepared.direct)
+    if keep is not None and prepared.build is not None:
+        keep(prepared.direct)
     if call.sink_logits is None or prepared.joins_sink:
         return prepared.run(call) if _compiling() and prepared.run is not None else prepared(call)
     o, lse = _run(replaced(call, sink_logits=None, return_lse=True), backend)
@@ -192,13 +195,16 @@ def _row_extras(q: Tensor, lengths: Any, at: Any, sink: Any = None) -> tuple | N
 def _key(
     q: Tensor, k: Tensor, v: Tensor, pattern: object, factors: tuple, backend: str, rows: tuple = ()
 ) -> tuple | None:
-    """The cache key of a call with only these arguments; None if the contents of a tensor decide how it runs, or if a
-    compiler, a transform or a dispatch mode must see PyTorch's operations. factors: scale and softcap."""
+    """The cache key of a call with only these arguments, the text or the state of the pattern first; None if the
+    contents of a tensor decide how it runs, and a change could not be noticed, or if a compiler, a transform or a
+    dispatch mode must see PyTorch's operations. factors: scale and softcap."""
     if _compiling() or type(q) is not Tensor or not all(map(_is_number, factors)):
         return None
     if _transforms() or _modes() or _autocast() or _higher():
         return None
-    text = "" if pattern is None else pattern.text if isinstance(pattern, Pattern) else None
+    text: object = "" if pattern is None else pattern.text if isinstance(pattern, Pattern) else None
+    if text is None and isinstance(pattern, Pattern) and q.is_cuda:
+        text = pattern.state()
     if text is None:
         return None
     try:

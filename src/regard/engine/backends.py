@@ -10,7 +10,7 @@ flash4     FlashAttention-4's kernels on CUDA, where its package is installed
 
 from dataclasses import replace
 from math import isinf
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -21,7 +21,7 @@ from .call import Cache, CallFacts, Prepared
 from .cpu.backend import Tiles
 from .cuda.backend import Triton
 from .flash4 import Flash4
-from .flex import Flex, data_state
+from .flex import Flex
 from .reference_backend import Reference
 from .sdpa import Sdpa, stores_scores
 
@@ -56,15 +56,19 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
     if compat.sizes_are_symbols():
         return _prepare(f, backend)
-    if f.pattern.text is not None:
-        return PREPARED.get((f, backend)) or PREPARED.put((f, backend), _prepare(f, backend))
-    # A pattern with data is compared by identity, and its data may change: few are kept, by what they are now. (NumPy
-    # may change a CPU tensor unnoticed.)
-    state = data_state(f.pattern) if f.device_type == "cuda" and not f.observed else None
-    if state is None:
-        return _prepare(f, backend)
-    key = state, replace(f, pattern=full()), backend
-    return (OF_DATA.get(key) or OF_DATA.put(key, (_prepare(f, backend), f.pattern)))[0]
+    calls, key = PREPARED, (f, backend)
+    if f.pattern.text is None:
+        # It is compared by identity, and its data may change. (NumPy may change a CPU tensor unnoticed.)
+        state = f.pattern.state() if f.device_type == "cuda" and not f.observed else None
+        if state is None:
+            return _prepare(f, backend)
+        calls, key = calls_with_data(f.pattern, state), (replace(f, pattern=full()), backend)
+    return calls.get(key) or calls.put(key, _prepare(f, backend))
+
+
+def calls_with_data(pattern: Any, state: tuple) -> Cache:
+    """The same as PREPARED for the calls of one pattern with data as they are now."""
+    return (OF_DATA.get(state) or OF_DATA.put(state, (Cache(64), pattern.values())))[0]
 
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
@@ -133,5 +137,5 @@ def _without_sizes(f: CallFacts) -> Backend:
 # Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls without further arguments, by the key
 # that `attention._key` computes.
 PREPARED = Cache(256)
-# Prepared calls of patterns with data, with these patterns, so that the id of a tensor stays its own.
+# The same of patterns with data, by state; with the values of these, so that the id of a tensor stays its own.
 OF_DATA = Cache(8)

@@ -5,10 +5,9 @@ On CUDA forward and backward; on the CPU PyTorch compiles the forward alone, so 
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import lru_cache, partial
 from math import inf
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import compiler_errors_named
-from ..pattern import BlockGrid, Data, Pattern, neighborhood, positions, query_offset, where
+from ..pattern import BlockGrid, Pattern, neighborhood, positions, query_offset, where
 from ..pattern.block_mask import from_grid
 from ..pattern.classification import BLOCK
 from .call import Cache, Call, CallFacts, Outputs, Prepared
@@ -112,11 +111,11 @@ _masks = Cache(8)  # with what they were computed from, so that the id of a tens
 
 def _block_mask(call: Call) -> "BlockMask":
     """Created once for a pattern and the contents of its data."""
-    state = None if torch.compiler.is_compiling() else data_state(call.pattern)
+    state = None if torch.compiler.is_compiling() else call.pattern.state()
     if state is None or call.lengths is not None or isinstance(call.at, Tensor):
         return _new_block_mask(call)
     key = (state, call.n, call.m, call.at, call.q.device)
-    return (_masks.get(key) or _masks.put(key, (_new_block_mask(call), _data(call.pattern))))[0]
+    return (_masks.get(key) or _masks.put(key, (_new_block_mask(call), call.pattern.values())))[0]
 
 
 def _new_block_mask(call: Call) -> "BlockMask":
@@ -130,38 +129,6 @@ def _written(pattern: Pattern) -> str:
     return pattern.fold(
         lambda word: word.text or "data", "Both({}, {})".format, "Either({}, {})".format, "Not({})".format
     )
-
-
-def _data(pattern: Pattern) -> list[Any] | None:
-    """What a mask is computed from besides the words; None if not all of it is known."""
-    values: list[Any] = []
-    for data in pattern.leaves():
-        if isinstance(data, where):
-            if not isinstance(data.fn, FunctionType):
-                return None
-            code, names = data.fn.__code__, data.fn.__globals__
-            values += [code, *(cell.cell_contents for cell in data.fn.__closure__ or ())]
-            values += [names[name] for name in code.co_names if name in names]
-            values += [*(data.fn.__defaults__ or ()), *(data.fn.__kwdefaults__ or {}).values()]
-        elif isinstance(data, Data):
-            values += [type(data), *(getattr(data, field.name) for field in fields(data))]  # type: ignore[arg-type]
-    return values
-
-
-def data_state(pattern: Pattern) -> tuple | None:
-    """How a pattern is composed and what its data are now, as long as they exist; None if a change could not be
-    noticed."""
-    if (values := _data(pattern)) is None:
-        return None
-    state: list[Any] = [_written(pattern)]
-    for x in values:
-        if isinstance(x, Tensor) and (written := compat.version(x)) is not None:
-            state.append((id(x), written))
-        elif isinstance(x, int | float | str | None | ModuleType | CodeType | type):
-            state.append((x, type(x)))
-        else:
-            return None
-    return tuple(state)
 
 
 # One compiled function per kind of call: PyTorch counts recompilations by code, and past a limit runs the formula.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from math import lcm
 from operator import index
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from .. import value
+from .. import compat, value
 from ..errors import ShapeError, SpecError
 from ..progression import Ints
 from . import counting
@@ -27,6 +28,7 @@ MAX_COUNTED_WORDS = 12  # inclusion and exclusion has up to 2^words terms; beyon
 CHUNK_PAIRS = 1 << 24  # pairs enumerated at a time
 MAX_PAIRS = 1 << 33  # enumerated for one count: about ten seconds
 KINDS: dict[str, type] = {}  # what JSON may name; `register` adds to it
+CONSTANTS = int, float, str, ModuleType, CodeType, type  # of values: what cannot change
 RowMask = Callable[[Any, Any, Any], Any]  # (batch row, query position, key position) ↦ allowed
 
 
@@ -66,6 +68,22 @@ class Pattern:
     def tensors(self) -> list[Tensor]:
         """The data of all words that are tensors."""
         return [x for leaf in self.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
+
+    def values(self) -> list[Any] | None:
+        """What decides its pairs: its text; with data, how it is composed and its data. None: not all is known."""
+        return None if self.text is None else [self.text]
+
+    def state(self) -> tuple[Any, ...] | None:
+        """A key for the pairs that it allows now, valid as long as its `values` exist; None if a change of them could
+        not be noticed. A tensor counts how often it was written."""
+        found: list[Any] = []
+        for x in self.values() or [None]:
+            if isinstance(x, CONSTANTS):
+                found.append((type(x), x))
+            else:
+                written = compat.version(x) if isinstance(x, Tensor) else None
+                found.append(None if written is None else (id(x), written))
+        return None if None in found else tuple(found)
 
     def expanded(self) -> "Pattern":
         """The same pattern with each shorthand replaced by its meaning."""
@@ -325,6 +343,18 @@ def _need_patterns(composite: Pattern, *parts: Any) -> None:
             raise SpecError(f"{part!r} is one pattern for each head; combine it with &, |, ~ and -")
 
 
+def _values(composite: Pattern, *parts: Pattern) -> list[Any] | None:
+    if composite.text is not None:
+        return [composite.text]
+    found: list[Any] = [type(composite)]
+    for part in parts:
+        values = part.values() if part.text is None else [part.text]
+        if values is None:
+            return None
+        found += values
+    return found
+
+
 @dataclass(frozen=True, repr=False)
 class Both(Pattern):
     """left & right."""
@@ -350,6 +380,9 @@ class Both(Pattern):
     def leaves(self):
         yield from self.left.leaves()
         yield from self.right.leaves()
+
+    def values(self):
+        return _values(self, self.left, self.right)
 
     def terms(self):
         return counting.product(self.left.terms(), self.right.terms())
@@ -387,6 +420,9 @@ class Either(Pattern):
         yield from self.left.leaves()
         yield from self.right.leaves()
 
+    def values(self):
+        return _values(self, self.left, self.right)
+
     def terms(self):
         a, b = self.left.terms(), self.right.terms()
         return counting.plus(counting.plus(a, b), counting.product(a, b), -1)
@@ -419,6 +455,9 @@ class Not(Pattern):
 
     def leaves(self):
         yield from self.inner.leaves()
+
+    def values(self):
+        return _values(self, self.inner)
 
     def terms(self):
         return counting.plus({EVERYTHING: 1}, self.inner.terms(), -1)

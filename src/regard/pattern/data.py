@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
+from types import FunctionType
 from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
@@ -41,6 +42,9 @@ class Data(Pattern):
 
     def terms(self):
         raise ShapeError(f"{self!r} carries data: there is no formula for it")
+
+    def values(self):
+        return [type(self), *map(vars(self).get, self.__dataclass_fields__)]  # type: ignore[attr-defined]
 
     def classify(self, grid: BlockGrid) -> Classes:
         """Which blocks of the grid it allows as a whole, and which not at all; "neither" is always a safe answer."""
@@ -469,6 +473,16 @@ class where(Data):
         return ShapeError(
             f"{self!r}: i and j are on {i.device}, and the function reads a tensor on another device; move it there"
         )
+
+    def values(self):
+        """The code of the function, and what its names are now."""
+        if not isinstance(self.fn, FunctionType):
+            return None
+        code, names = self.fn.__code__, self.fn.__globals__
+        found = [code, *(cell.cell_contents for cell in self.fn.__closure__ or ())]
+        found += [names[name] for name in code.co_names if name in names]
+        found += [*(self.fn.__defaults__ or ()), *(self.fn.__kwdefaults__ or {}).values()]
+        return [type(self), len(found), *found]
 
     def row_mask(self, inside):
         fn = self.fn

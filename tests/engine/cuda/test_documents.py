@@ -3,7 +3,9 @@ and which do not, and what is kept of ids."""
 
 import gc
 import random
+import sys
 import weakref
+from collections.abc import Callable
 from unittest import mock
 
 import jaxtyping
@@ -13,9 +15,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")  # the kernels are written in it
 from launch_model import LaunchError, check_backward, check_forward
-from modeled_gpu import Case, modeled_gpu
+from modeled_gpu import Case, counting_gpu, modeled_gpu
 from regard.engine import backends
-from regard.engine.attention import call_of
+from regard.engine.attention import attention, call_of
 from regard.engine.call import CallFacts, Options
 from regard.engine.cuda import call as cuda_call
 from regard.engine.cuda import documents as packed_documents
@@ -390,7 +392,6 @@ def launches_of(call: CallFacts) -> Packed:
     with modeled_gpu(24):
         host.prepared_forward(CallLayout(made, (like,) * 3, BF16, torch.device("cpu")))
         host.prepared_backward(CallLayout(made, (like,) * 5, BF16, torch.device("cpu")))
-    assert task(q, v, Options(found, *call.offset, call.factor)) is made
     return found
 
 
@@ -400,6 +401,7 @@ def unchecked():
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
+    gc.enable()
     jaxtyping.config.update("jaxtyping_disable", before)
 
 
@@ -408,12 +410,12 @@ def test_new_ids_at_each_call_fill_no_cache_and_are_dropped():
     caches = device_passes, with_masks, tables, cuda_call._task
     before = len(PREPARED), [cache.cache_info().currsize for cache in caches]
     found = []
+    gc.disable()
     for seed in range(2 * packed_documents.MAX_CACHED):
         ids = torch.arange(512) // (seed + 5)
         found.append(weakref.ref(launches_of(facts(documents(ids) & causal()))))
     assert (len(PREPARED), [cache.cache_info().currsize for cache in caches]) == before
-    gc.collect()
-    assert sum(x() is not None for x in found) == packed_documents.MAX_CACHED
+    assert sum(x() is not None for x in found) == packed_documents.MAX_CACHED  # at once: they are in no cycle
     assert (
         len(packed_documents._by_tensor) == len(packed_documents._by_contents) == packed_documents.MAX_CACHED
     )
@@ -425,6 +427,64 @@ def test_a_second_call_with_the_same_ids_prepares_nothing():
     kept = len(launches_of(call).kept)
     with mock.patch.object(packed_documents, "_schedule", side_effect=AssertionError):
         assert len(launches_of(call).kept) == kept
+
+
+# Repeated calls
+
+
+def calls_of(run) -> int:
+    """How many Python functions a call runs."""
+    count = 0
+
+    def seen(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def layers(pattern: Callable[[], Pattern], backward: bool) -> int:
+    """Python calls of the second layer of a model, as one GPU sees them; the first one prepares the launches."""
+    q, k, v = (torch.zeros(1, 4, 512, 64, dtype=BF16, requires_grad=backward) for _ in range(3))
+
+    def layer():
+        o = attention(q, k, v, pattern())
+        return torch.autograd.grad(o, (q, k, v), torch.zeros_like(q)) if backward else o
+
+    with counting_gpu():
+        layer()
+        layer()
+        return calls_of(layer)
+
+
+@pytest.mark.usefixtures("on_hopper", "empty_caches", "unchecked")
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_repeated_call_takes_the_direct_path_of_calls_without_data(backward):
+    ids, plain = torch.arange(512) // 100, causal() & window(256)
+    known = documents(ids) & causal()
+    without_data = layers(lambda: plain, backward)
+    assert layers(lambda: known, backward) <= 1.3 * without_data
+    composed = calls_of(lambda: documents(ids) & causal())  # as each layer of a model may do
+    assert layers(lambda: documents(ids) & causal(), backward) - composed <= 1.3 * without_data
+
+
+@pytest.mark.usefixtures("on_hopper", "empty_caches", "unchecked")
+def test_a_repeated_call_reads_ids_again_that_were_written():
+    ids = torch.arange(512) // 100
+    pattern, q = documents(ids) & causal(), torch.zeros(1, 4, 512, 64, dtype=BF16)
+    with counting_gpu() as programs, reads() as made:
+        attention(q, q, q, pattern)
+        attention(q, q, q, pattern)
+        assert (len(programs), made.call_count) == (1, 1)
+        ids[:] = torch.arange(512) // 50
+        attention(q, q, q, pattern)
+        attention(q, q, q, documents(ids) & causal())
+        assert (len(programs), made.call_count) == (2, 2)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -441,7 +501,7 @@ def test_a_call_computes_with_the_ids_that_were_read():
     ):
         o, lse = prepared.run(call)
     assert isinstance(given[0].pattern, Packed) and o.shape == q.shape and lse.shape == q.shape[:3]
-    assert prepared.joins_sink and prepared.build is None
+    assert prepared.joins_sink
     assert np.array_equal(
         given[0].pattern.allowed(512).numpy(), (documents(ids) & causal()).allowed(512).numpy()
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BackendError
-from ...pattern import Pattern, neighborhood
+from ...pattern import Pattern, full, neighborhood
 from ...position import ByDistance
 from .. import reference_backend
 from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared, needs_grad
@@ -66,11 +66,7 @@ class Triton:
         return computed * PAIR_GRAD + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else call)
 
     def prepare(self, f: CallFacts) -> Prepared:
-        if isinstance(packed := _pattern(f), Packed):
-            f = replace(f, pattern=packed)
-            return Prepared(
-                self.name, "Hopper", lambda: _computed(f), lambda call: _run(call, f), joins_sink=True
-            )
+        f = replace(f, pattern=_pattern(f))
         build = (lambda: _prepared_launches(f)) if _is_direct(f) and not f.observed else None
         made = variant(f), lambda: _visited(f), lambda call: _run(call, f), build
         return Prepared(self.name, *made, joins_sink=not f.observed)
@@ -79,7 +75,7 @@ class Triton:
 def _is_direct(f: CallFacts) -> bool:
     """Whether nothing but numbers and the tensors of `Call.row_extras` is given beside q, k, v and the pattern."""
     rest = replace(f, lengths=False, left_padding=False, row_offsets=False, sink_logits=False, softcap=None)
-    return rest.only_pattern
+    return (replace(rest, pattern=full()) if isinstance(f.pattern, Packed) else rest).only_pattern
 
 
 def _pattern(f: CallFacts) -> Pattern:
@@ -105,7 +101,8 @@ def _computed(f: CallFacts) -> int:
 
 def _visited(f: CallFacts) -> int:
     """As `_computed`; for a grid whose tiles are boxes, the pairs of these boxes, which depend on the GPU."""
-    return sum(step.work.masks.pairs for step in _hopper_passes(f)) or _computed(f)
+    boxes = isinstance(f.pattern, neighborhood) and sum(x.work.masks.pairs for x in _hopper_passes(f))
+    return boxes or _computed(f)
 
 
 def _without_positions(f: CallFacts) -> CallFacts:
@@ -128,8 +125,8 @@ def decodes(pattern: Pattern, n: int, group: int) -> bool:
 
 def variant(f: CallFacts) -> str:
     """Which kernels run, for contiguous tensors: those for Hopper, one launch for the whole backward pass."""
-    if torch.compiler.is_compiling():
-        return "general kernels"
+    if torch.compiler.is_compiling() or isinstance(f.pattern, Packed):
+        return "Hopper" if isinstance(f.pattern, Packed) else "general kernels"
     name = "one query" if _decodes(f) else "Hopper" if _hopper_passes(f) else "general kernels"
     return f"{name}, one-launch backward" if f.grad and _backward_in_one_launch(f) else name
 

@@ -177,10 +177,8 @@ def task(
     reach = None if extras.table is None else extras.table.shape[-1] // 2
     stored = default(q.shape[-1], v.shape[-1], q.dtype) if configs is None else configs
     given = options, reach, extras.slopes is not None, stored, configs is None
-    if not isinstance(options.pattern, Packed):
-        return _task(*given)
-    kept = options.pattern.kept  # which is dropped with the ids
-    return kept.get(given) or kept.put(given, _task.__wrapped__(*given))
+    # A cache would keep the tables of ids; their launches are found by the values of a task.
+    return (_task.__wrapped__ if isinstance(options.pattern, Packed) else _task)(*given)
 
 
 # Shapes and strides

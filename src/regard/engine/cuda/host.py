@@ -10,25 +10,29 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ... import compat
-from ..call import Call, Extras
+from ..call import Cache, Call, Extras
 from ..reference_backend import gradients
 from . import launches
 from .call import PLAIN, CallLayout, Task, kinds_of_rows, layout, on_device, padded
 from .documents import Packed
 from .prepared import PREPARED, current_device, raw_stream
 
-_find = PREPARED.get  # bound once: on the path of a launch every attribute lookup counts
-
-
 # Prepared calls: for one layout of the tensors, what is allocated and launched.
+
+
+def _launches_of(task: Task) -> Cache:
+    return task.pattern.kept if isinstance(task.pattern, Packed) else PREPARED
 
 
 def _once_per_layout(make: Callable[[CallLayout], Any]) -> Callable[[CallLayout], Any]:
     def find(call: CallLayout) -> Any:
-        pattern = call.task.pattern
-        cache = pattern.kept if isinstance(pattern, Packed) else PREPARED
-        found = cache.get((make, call))
-        return cache.put((make, call), make(call)) if found is None else found
+        cache, key = _launches_of(call.task), (make, *call)
+        if (
+            cache is not PREPARED
+        ):  # it belongs to ids, whose pattern no key refers to: both are dropped at once
+            key = make, *tuple(vars(call.task).values())[1:], *call[1:]
+        found = cache.get(key)
+        return cache.put(key, make(call)) if found is None else found
 
     return find
 
@@ -65,7 +69,7 @@ def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ..
     """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; also of table and slopes if the bias is learned; and if the
     sink is learned, delta (Σ do ∘ o − dlse), if the kernels give it."""
     outputs, program = launches.backward(call)
-    run = program.run
+    run, learned = program.run, call if call.bias_gradient else None
     if not call.bias_gradient and not call.optional_inputs:
 
         def backward(tensors, dlse, extras):
@@ -78,7 +82,7 @@ def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ..
         def backward(tensors, dlse, extras):
             out = outputs(tensors)
             run((*tensors, *_present(dlse, *extras[:3], extras.sink), *out), extras.seed)
-            return (*out[:3], *launches.bias_gradients(call, out[3:])) if call.bias_gradient else out
+            return out if learned is None else (*out[:3], *launches.bias_gradients(learned, out[3:]))
 
     return backward
 
@@ -209,6 +213,8 @@ class PreparedAttention:
 
     def __init__(self, task: Task, learns: bool):
         self.task, self.learns, self.token = task, learns, object()
+        self.launches = _launches_of(task)
+        self.find = self.launches.get
         # Receives the lse of calls without gradients, which is never read. It is used only on the stream it was
         # created on, and not in a CUDA graph: a kernel could still write to it after its memory was reused.
         self.spare: Tensor | None = None
@@ -226,7 +232,7 @@ class PreparedAttention:
         if extras is not PLAIN:
             extras = on_device(extras, q.device)
             key = *key, *kinds_of_rows(extras)
-        run, token = _find(key, _UNKNOWN)
+        run, token = self.find(key, _UNKNOWN)
         aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         if run is not None and aligned and _on_current_device(q):
             spare = self.spare
@@ -238,7 +244,7 @@ class PreparedAttention:
         if _readable(q, k, v):
             layouts = layout(q), layout(k), layout(v)
             call = CallLayout(self.task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
-            _, token = PREPARED.put(key, (prepared_forward(call), object()))
+            _, token = self.launches.put(key, (prepared_forward(call), object()))
         o, lse = forward(q, k, v, self.task, extras)
         if not self.learns and lse.numel() <= MAX_SPARE and not _in_graph(q):
             self.spare, self.stream = lse, _stream(q)
@@ -250,13 +256,13 @@ class PreparedAttention:
         """The gradients of q, k and v; and for that of a sink delta, if the kernels give it. saved: q, k, v, o, lse,
         with the strides they had forward."""
         (q, k, v, o, lse), key = saved, (token, do.stride(), extras.sink is None)
-        run = None if token is None else _find(key)
+        run = None if token is None else self.find(key)
         if run is not None and not do.data_ptr() & 15 and _on_current_device(do):
             return run((q, k, v, o, do, lse), None, extras)
         if token is not None and _readable(q, k, v, o, do):
             layouts = tuple(map(layout, (q, k, v, o, do)))
             call = CallLayout(self.task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
-            PREPARED.put(key, prepared_backward(call))
+            self.launches.put(key, prepared_backward(call))
         *grads, _, _, delta = backward((q, k, v, o, lse), (do, None), self.task, extras)
         return *grads, *_present(delta)
 
