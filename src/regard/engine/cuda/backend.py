@@ -26,6 +26,8 @@ MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
 # bench/gpu_entry_point.py): forward; with backward by one launch, which is the least there is, by three of a prepared
 # call, which is as much as SDPA's (gpu_rows.py, host), and with lengths, a bias or other terms.
 PAIR, PAIR_GRAD, QUERY = 2.0 * 5e-13, 8.0 * 5e-13, 64 * 5e-13
+# In float32, per pair and width of a head: up to 128, and of wider ones (bench/gpu_float32.py).
+SINGLE, SINGLE_GRAD, SINGLE_WIDE, SINGLE_WIDE_GRAD = 1.2e-13, 6.5e-13, 2.3e-13, 15e-13
 CALL, CALL_ONE_LAUNCH, CALL_GRAD, CALL_TERMS_GRAD = 20e-6, 0.0, 40e-6, 130e-6
 # Documents: FlexAttention estimates half a picosecond for a pair from so many pairs of a head on, allowed or not; it
 # takes 1.4 to 2.3 times as long as these kernels where the keys of a query are one interval (bench/gpu_peers.py).
@@ -56,20 +58,28 @@ class Triton:
 
     def estimate(self, f: CallFacts) -> float:
         if f.unmasked:  # no sparse kernel is faster than the dense one
-            return f.pairs * (PAIR_GRAD if f.grad else PAIR) + CALL
+            return f.pairs * _pair(f) + CALL
         if isinstance(packed := _pattern(f), Packed):
             return _of_documents(f, packed)
         computed = f.flat_heads * _computed(f)
         if not f.grad:
-            return computed * PAIR + f.flat_heads * f.n * QUERY + CALL
+            return computed * _pair(f) + f.flat_heads * f.n * QUERY + CALL
         call = CALL_GRAD if _is_direct(f) else CALL_TERMS_GRAD
-        return computed * PAIR_GRAD + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else call)
+        return computed * _pair(f) + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else call)
 
     def prepare(self, f: CallFacts) -> Prepared:
         f = replace(f, pattern=_pattern(f))
         build = (lambda: _prepared_launches(f)) if _is_direct(f) and not f.observed else None
         made = variant(f), lambda: _visited(f), lambda call: _run(call, f), build
         return Prepared(self.name, *made, joins_sink=not f.observed)
+
+
+def _pair(f: CallFacts) -> float:
+    """Seconds of a pair, with the backward pass if there is one."""
+    if f.dtype == torch.float32:
+        wide, width = (SINGLE_WIDE, SINGLE_WIDE_GRAD), max(f.d_k, f.d_v)
+        return width * (wide if width > 128 else (SINGLE, SINGLE_GRAD))[f.grad]
+    return PAIR_GRAD if f.grad else PAIR
 
 
 def _is_direct(f: CallFacts) -> bool:

@@ -5,7 +5,7 @@
 Dropout is decided by Philox, a function of seed, head, query and key: forward and backward agree in any launch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import compress
 from typing import NamedTuple
@@ -47,11 +47,14 @@ class Configs:
     hopper_dq: Config | None = None
     hopper_dkv: Config | None = None
     one_launch: Config | None = None  # of a backward pass by one launch; None: it takes several
+    # Where the products of float32 are split (`splits_float32`).
+    split: "Configs | None" = field(default=None, kw_only=True)
 
     def without_caps(self) -> "Configs":
         """For calls with a bias, a softcap or dropout: their general kernels would spill registers under a cap."""
         forward, dq, dkv = (replace(x, registers=None) for x in (self.forward, self.dq, self.dkv))
-        return replace(self, forward=forward, dq=dq, dkv=dkv, one_launch=None)
+        split = None if self.split is None else self.split.without_caps()
+        return replace(self, forward=forward, dq=dq, dkv=dkv, one_launch=None, split=split)
 
 
 HALF = {  # by the larger of the two padded widths
@@ -69,12 +72,30 @@ HALF = {  # by the larger of the two padded widths
         Config(64, 64, 4, 1), Config(64, 64, 8, 1), Config(64, 64, 8, 1),
     ),
 }  # fmt: skip
-SINGLE = {  # IEEE products run on the ordinary arithmetic units: larger tiles would overflow the registers
-    32: Configs(Config(64, 32, 4, 2), *[Config(32, 32, 4, 2)] * 2, one_launch=Config(32, 32, 8, 1)),
-    64: Configs(*[Config(32, 32, 4, 2)] * 3, one_launch=Config(32, 32, 8, 1)),
-    128: Configs(Config(32, 32, 4, 2), *[Config(32, 32, 4, 1)] * 2, one_launch=Config(16, 32, 8, 1)),
-    256: Configs(Config(16, 32, 4, 1), *[Config(16, 16, 4, 1)] * 2),
+# Of float32. Split, a number is the sum of three in bfloat16, and a product is six of these products on tensor cores:
+# as exact as IEEE products on the ordinary arithmetic units, where larger tiles would overflow the registers.
+SPLIT = {
+    32: Configs(*[Config(64, 32, 4, 2)] * 3, one_launch=Config(32, 32, 8, 1)),
+    64: Configs(Config(128, 32, 4, 2), *[Config(64, 32, 4, 2)] * 2, one_launch=Config(32, 32, 8, 1)),
+    128: Configs(Config(64, 64, 4, 1), *[Config(64, 32, 4, 2)] * 2, one_launch=Config(16, 32, 8, 1)),
+    256: Configs(*[Config(64, 16, 4, 1)] * 3),
 }
+SINGLE = {
+    32: Configs(
+        Config(64, 32, 4, 2), *[Config(32, 32, 4, 2)] * 2, one_launch=Config(32, 32, 8, 1), split=SPLIT[32]
+    ),
+    64: Configs(*[Config(32, 32, 4, 2)] * 3, one_launch=Config(32, 32, 8, 1), split=SPLIT[64]),
+    128: Configs(
+        Config(32, 32, 4, 2), *[Config(32, 32, 4, 1)] * 2, one_launch=Config(16, 32, 8, 1), split=SPLIT[128]
+    ),
+    256: Configs(Config(16, 32, 4, 1), *[Config(16, 16, 4, 1)] * 2, split=SPLIT[256]),
+}
+
+
+def splits_float32(device: torch.device) -> bool:
+    """Whether the products of float32 run on tensor cores: on GPUs with as much shared memory as Hopper's."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def padded(d: int) -> int:
@@ -240,6 +261,12 @@ class CallLayout(NamedTuple):
         return q[0], q[1], k[1], q[2], k[2], q[3], v[3]
 
     @property
+    def configs(self) -> Configs:
+        """The stored configurations for this device."""
+        split = self.task.configs.split if self.dtype == torch.float32 else None
+        return split if split is not None and splits_float32(self.device) else self.task.configs
+
+    @property
     def place(self) -> Place:
         return self.task.pattern, self.sizes[3], self.sizes[4], self.task.start, self.task.step
 
@@ -277,4 +304,4 @@ def one_launch_config(call: CallLayout) -> Config | None:
     if isinstance(call.task.pattern, Packed):
         return None
     short = one_launch(n, m, b * h, max(d_k, d_v)) and not exceeds_int32(*call.tensors)
-    return call.task.configs.one_launch if short and call.task.plain and not call.lengths else None
+    return call.configs.one_launch if short and call.task.plain and not call.lengths else None

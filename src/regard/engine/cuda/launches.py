@@ -31,7 +31,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     if (one_query := decode(call)) is not None:
         return DevicePasses((), True), one_query
     task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
-    config, (q, k, v), o = task.configs.forward, call.tensors[:3], call.output
+    config, (q, k, v), o = call.configs.forward, call.tensors[:3], call.output
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
     if takes_hopper(call):
         from .hopper.launches import forward as launches_of  # it imports Gluon
@@ -120,9 +120,9 @@ def passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
 
 def general_backward(call: CallLayout) -> Backward:
     (b, h, _, n, *_), task, device, reach = call.sizes, call.task, call.device, call.task.reach or 0
-    by_queries, by_keys = passes(call, task.configs.dq, False), passes(call, task.configs.dkv, True)
-    for_queries, part = gradients(call, by_queries, task.configs.dq, FOR_QUERIES)
-    for_keys, part_of_keys = gradients(call, by_keys, task.configs.dkv, FOR_KEYS)
+    by_queries, by_keys = passes(call, call.configs.dq, False), passes(call, call.configs.dkv, True)
+    for_queries, part = gradients(call, by_queries, call.configs.dq, FOR_QUERIES)
+    for_keys, part_of_keys = gradients(call, by_keys, call.configs.dkv, FOR_KEYS)
     launches = for_queries + for_keys
     counts = [len(step.work.items) for step in by_queries.steps]
     learns_table = call.bias_gradient and task.reach is not None
@@ -213,7 +213,7 @@ def _like_inputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Launches:
     """Fills near, one row of sums per program: Σ ds by distance, short of ±reach."""
     (b, h, h_kv, n, _, _, _), task, (q, k, v, _, do) = call.sizes, call.task, call.tensors
-    config, wide = task.configs.dq, exceeds_int32(q, k, v, do)
+    config, wide = call.configs.dq, exceeds_int32(q, k, v, do)
     launches: Launches = []
     for step in route.steps:
         launch = Launch(
@@ -294,7 +294,7 @@ def takes_hopper(call: CallLayout) -> bool:
 
     They need 16-bit types, a stored configuration, one head width for all, no bias, no dropout.
     """
-    d, stored = call.tensors[0].shape[-1], call.task.configs.hopper_forward
+    d, stored = call.tensors[0].shape[-1], call.configs.hopper_forward
     if not call.task.fits_hopper or stored is None or call.dtype.itemsize != 2:
         return False
     fit = all(x.shape[-1] == d and x.aligned and not any(s % 8 for s in x.strides) for x in call.tensors)
@@ -314,7 +314,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def hopper_backward(call: CallLayout) -> Backward | None:
     """Fills dq, dk and dv and, for the gradient of a sink, delta; None if these kernels cannot run the call."""
-    if not takes_hopper(call) or call.task.configs.hopper_dq is None:
+    if not takes_hopper(call) or call.configs.hopper_dq is None:
         return None
     from .hopper.launches import dkv, dq  # it imports Gluon
 

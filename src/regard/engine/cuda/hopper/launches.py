@@ -30,7 +30,7 @@ SHORT_RUN = 40  # blocks of a program: so few are 1 to 9 % slower by a dynamic s
 def config_of(call: CallLayout, kernel: str) -> Config:
     """The stored configuration of a kernel. Under the cap of the forward kernel for heads of 64, lengths or a softcap
     would spill registers: short padded sequences were 7 % slower than by three programs per multiprocessor."""
-    stored: Any = getattr(call.task.configs, kernel)
+    stored: Any = getattr(call.configs, kernel)
     terms = call.lengths or not call.task.plain
     return replace(stored, registers=FORWARD_CAP) if terms and stored.registers == 128 else stored
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ....pattern import Pattern
 from .. import prepared
-from ..call import CallLayout, Config, padded
+from ..call import CallLayout, Config, padded, splits_float32
 from ..mask import compiled
 
 INTERPRETED = tl.constexpr(prepared.INTERPRETED)
@@ -55,11 +55,13 @@ class Static(NamedTuple):
 
 
 def static(pattern: Pattern, config: Config, call: CallLayout) -> Static:
-    """The constants for a call of this layout. float32 products are IEEE's, unless PyTorch's setting allows TF32."""
+    """The constants for a call of this layout. float32 products are as exact as IEEE's, unless PyTorch's setting
+    allows TF32."""
     *_, d_k, d_v = call.sizes
-    ieee = call.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    exact = call.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    precision = "tf32" if not exact else "bf16x6" if splits_float32(call.device) else "ieee"
     sizes = config.tile, config.block, d_k, d_v, padded(d_k), padded(d_v)
-    return Static(compiled(pattern), *sizes, "ieee" if ieee else "tf32")
+    return Static(compiled(pattern), *sizes, precision)
 
 
 @triton.jit
