@@ -100,7 +100,7 @@ def _capped(c: float) -> Callable:
 
 def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
     """The pairs in the blocks that are not skipped, over all batch rows of the data."""
-    grid = BlockGrid(positions(pattern, n, m, (start, step))[None], m, step)
+    grid = BlockGrid(positions(pattern, n, m, (start, step), pattern.device)[None], m, step)
     return int((~grid.classify(pattern).none).sum()) * BLOCK**2
 
 

@@ -181,3 +181,10 @@ def test_twenty_lengths_do_not_reach_a_limit():
 def test_no_documents_in_small_calls_are_masked_and_right():
     inputs, pattern = qkv(200), documents(ids(200))
     assert_within_twice_the_error_of_plain(run("auto", inputs, pattern, lse=False), inputs, pattern)
+
+
+def test_documents_that_flex_runs_are_explained():
+    ids = (torch.arange(3000) // 700).cuda()
+    q, k = (torch.randn(1, h, 3000, 192, device="cuda", dtype=torch.bfloat16) for h in (8, 2))
+    found = rg.explain(q, k, k[..., :128], rg.documents(ids))
+    assert found.backend == "flex" and 4 * 700**2 < found.computed < 3000**2
