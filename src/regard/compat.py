@@ -192,28 +192,29 @@ def needs_formula(mask: Tensor | None) -> bool:
     return bool(import_module("torch.fx.experimental.symbolic_shapes").free_unbacked_symbols(size))
 
 
-FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
-_FLASH_SAVED = tuple(f"_saved_{x}" for x in ("query", "key", "value", "attn_mask", "is_causal", "scale"))
-_current_node: Callable[[], Any] | None = _first(lambda: torch._C._current_autograd_node, lambda: None)
+FUSED_NODE = "ScaledDotProduct"  # how the names of the nodes of PyTorch's fused attention begin
+# () → the node whose backward runs, in a hook of it.
+current_node: Callable[[], Any] | None = _first(lambda: torch._C._current_autograd_node, lambda: None)
 
 
 @cache
 def can_read_flash_node() -> bool:
     """Whether a hook can read q, k, v, mask, is_causal and scale from the node of PyTorch's own CPU attention."""
-    if _current_node is None:
-        return False
     own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not those of a checkpoint
     with torch.inference_mode(False), torch.enable_grad(), own:
         x = torch.zeros(1, 1, 1, 8, device="cpu", requires_grad=True)
-        node = sdpa(x, x, x).grad_fn
-    is_flash = node is not None and node.name() == FLASH_NODE
-    return is_flash and all(hasattr(node, name) for name in _FLASH_SAVED)
+        return current_node is not None and saved_by_fused_node(sdpa(x, x, x).grad_fn) is not None
 
 
-def saved_by_flash_node() -> tuple[Any, ...] | None:
-    """q, k, v, mask, is_causal and scale, in a hook of that node; None in the hook of another one."""
-    node = _current_node()
-    return tuple(getattr(node, name) for name in _FLASH_SAVED) if node.name() == FLASH_NODE else None
+def saved_by_fused_node(node: Any = None) -> tuple[Any, ...] | None:
+    """q, k, v, mask, is_causal and scale of such a node, by default of the one whose hook runs; None of another."""
+    names = tuple(f"_saved_{x}" for x in ("query", "key", "value", "is_causal", "scale"))
+    node = current_node() if node is None and current_node else node
+    if not node or not node.name().startswith(FUSED_NODE) or not all(hasattr(node, x) for x in names):
+        return None
+    q, k, v, is_causal, scale = (getattr(node, x) for x in names)
+    masks = (getattr(node, x) for x in ("_saved_attn_mask", "_saved_attn_bias") if hasattr(node, x))
+    return q, k, v, next(masks, None), is_causal, scale
 
 
 # Interception of operators, for rg.look.
@@ -463,7 +464,7 @@ def node_number() -> int:
 
 def running_node() -> int | None:
     """The number of the node whose backward runs; None outside a backward pass."""
-    return int(node._sequence_nr()) if _current_node and (node := _current_node()) else None
+    return int(node._sequence_nr()) if current_node and (node := current_node()) else None
 
 
 def amp_availability() -> tuple[Any, str]:

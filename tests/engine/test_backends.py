@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.engine.backends import OF_DATA, TABLE, choose
+from regard.engine import sdpa
+from regard.engine.backends import OF_DATA, PREPARED, TABLE, choose
 from regard.engine.call import CallFacts, Prepared
 from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
@@ -175,16 +176,44 @@ def test_short_calls_on_a_gpu_are_sparse_unless_there_is_nothing_to_skip(n, grad
     assert on_gpu(rg.full(), 256) == on_gpu(rg.causal(), 256) == "sdpa"
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("pattern", [None, rg.causal()], ids=repr)
-def test_grouped_heads_in_float32_on_a_gpu_store_no_scores(pattern, grad):
-    def on_gpu(n=4096, kv_heads=2, dtype=torch.float32):
-        more = {"heads": 8, "kv_heads": kv_heads, "dtype": dtype, "device": "cuda", "grad": grad}
-        return chosen(rg.full() if pattern is None else pattern, n, **more)
+@pytest.mark.parametrize("pattern", [None, rg.causal(), rg.causal() & rg.window(3)], ids=repr)
+@pytest.mark.parametrize("lengths", [None, torch.tensor([9, 4])], ids=["whole", "padded"])
+def test_key_heads_of_groups_are_copied_where_sdpa_would_store_all_scores(monkeypatch, pattern, lengths):
+    assert sdpa._repeats("cuda", torch.float32)
+    assert not sdpa._repeats("cuda", torch.bfloat16) and not sdpa._repeats("cpu", torch.float32)
+    PREPARED.clear()
+    seen, plain = [], sdpa._sdpa
 
-    assert on_gpu() == "triton"  # SDPA has no fused kernel for these
-    assert on_gpu(kv_heads=8) == on_gpu(dtype=torch.bfloat16) == "sdpa"
-    assert on_gpu(n=128) == "sdpa"  # a quarter of a MiB per head
+    def watched(q, k, v, *rest, enable_gqa, **more):
+        seen.append((k.shape[1], v.shape[1], enable_gqa))
+        return plain(q, k, v, *rest, enable_gqa=enable_gqa, **more)
+
+    monkeypatch.setattr(sdpa, "_sdpa", watched)
+    monkeypatch.setattr(sdpa, "_repeats", lambda device_type, dtype: True)
+    monkeypatch.setattr(sdpa, "needs_grad", lambda *x: False)  # as on CUDA: PyTorch's own node
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 8, generator=g, requires_grad=True) for h in (6, 2, 2))
+    exact = rg.attention(q, k, v, pattern, lengths=lengths, backend="reference")
+    for grad in (True, False, True):
+        with torch.set_grad_enabled(grad):
+            o = rg.attention(q, k, v, pattern, lengths=lengths, backend="sdpa")
+        torch.testing.assert_close(o, exact)
+    assert seen == [(6, 6, False)] * 3
+    mine, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, exact))
+    torch.testing.assert_close(mine, theirs)
+    PREPARED.clear()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_few_queries_of_few_heads_leave_most_of_sdpas_gpu_idle(grad):
+    def on_gpu(n, m, heads, dtype=torch.bfloat16, **more):
+        sizes = {"heads": heads, "kv_heads": heads, "d_k": 128, "d_v": 128}
+        return chosen(rg.full(), n, m, dtype=dtype, device="cuda", **sizes | more)
+
+    assert on_gpu(197, 16384, 12) == "triton"  # 0.062 ms, SDPA 0.192 (bench/auto_choice.py)
+    assert on_gpu(197, 16384, 192) == on_gpu(4096, 4096, 12, grad=grad) == "sdpa"
+    assert on_gpu(4096, 4096, 8, torch.float32, kv_heads=2, grad=grad) == "sdpa"
+    assert on_gpu(1, 16384, 8, torch.float32, kv_heads=2, batch=2) == "triton"  # 0.146 ms, SDPA 0.359
 
 
 @pytest.mark.parametrize("backend", ["tiles", "sdpa", "reference"])

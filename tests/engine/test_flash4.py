@@ -6,6 +6,7 @@ the last query has the last key, and a window counts from there.
 
 import random
 import sys
+import weakref
 from functools import partial
 from math import inf
 
@@ -14,6 +15,7 @@ import torch
 
 import regard as rg
 from long_cases import in_long
+from regard import compat
 from regard.engine import flash4
 from regard.engine.backends import TABLE, choose
 from regard.engine.call import Call, CallFacts
@@ -108,7 +110,7 @@ def test_auto_takes_it_where_it_is_faster(installed):
     dense = on_gpu(rg.causal(), 16385, grad=True)
     assert dense.backend == "flash4"
     assert dense.variant == "flash-attn-4 4.0.0b36, causal, deterministic backward"
-    for unmeasured in ({"d_k": 96, "d_v": 96}, {"m": 16390}, {"at": 5}):  # by name only
+    for unmeasured in ({"d_k": 112, "d_v": 112}, {"m": 16390}, {"at": 5}):  # by name only
         assert on_gpu(rg.causal(), 16385, **unmeasured).backend != "flash4"
     for grad, d in ((False, 64), (True, 64), (False, 128), (True, 128)):  # as measured
         more = {"grad": grad, "d_k": d, "d_v": d}
@@ -229,6 +231,21 @@ def test_gradients_can_be_differentiated_again():
         assert torch.autograd.gradgradcheck(attend, (q, k, v))
         only_lse = lambda *x, p=pattern, at=at: by_flash4(*x, p, at)[1]  # noqa: E731
         assert torch.autograd.gradgradcheck(only_lse, (q, k, v))
+
+
+def test_after_the_backward_pass_a_graph_that_is_kept_holds_no_inputs(monkeypatch):
+    for node, freed in ((compat.current_node, True), (None, False)):  # a fallback without PyTorch's function
+        monkeypatch.setattr(compat, "current_node", node)
+        leaves = [torch.randn(1, 1, 4, 2, requires_grad=True) for _ in range(3)]
+        inputs = [x.sin() for x in leaves]
+        o, _ = by_flash4(*inputs, rg.causal())
+        kept = [weakref.ref(x) for x in inputs]
+        del inputs
+        gradients = torch.autograd.grad(o.sum(), leaves, retain_graph=True, create_graph=True)
+        assert all(x.requires_grad for x in gradients)
+        del gradients
+        torch.autograd.grad(o.sum(), leaves)
+        assert [x() is None for x in kept] == [freed] * 3
 
 
 @pytest.mark.parametrize("pattern, at", [(rg.window(1), 0), (rg.causal() | rg.prefix(2), None)])

@@ -22,7 +22,7 @@ ATTRIBUTES = {
     "dispatch_modes": (torch._C, "_len_torch_dispatch_stack"),
     "autocast_active": (torch._C, "_is_any_autocast_enabled"),
     "flash_forward_direct": (torch, FLASH),
-    "_current_node": (torch._C, "_current_autograd_node"),
+    "current_node": (torch._C, "_current_autograd_node"),
 }
 OPERATORS = {
     "softmax_backward_": "_softmax_backward_data",

@@ -23,7 +23,7 @@ from .cuda.backend import Triton
 from .flash4 import Flash4
 from .flex import Flex
 from .reference_backend import Reference
-from .sdpa import Sdpa, stores_scores
+from .sdpa import Sdpa
 
 
 @runtime_checkable
@@ -123,7 +123,7 @@ def _without_sizes(f: CallFacts) -> Backend:
     only PyTorch's own operations: it has no rules for others, and would take their forward derivatives for 0."""
     if f.hard or f.higher:
         return TABLE["reference"]
-    if f.unmasked and not f.needs_lse and not stores_scores(f):
+    if f.unmasked and not f.needs_lse:
         return TABLE["sdpa"]
     dropped = f.dropout_p > 0 and f.bias != "distance"
     tiles = () if f.pattern.has_data or dropped else ("tiles",)  # a graph does not know the ids of documents

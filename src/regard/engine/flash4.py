@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..pattern import Pattern, window
 from ..pattern.classification import intervals
 from ..progression import Ints
@@ -31,7 +32,10 @@ TILE = 128  # queries and keys of a tile of its kernels
 PROGRAMS = 132  # tiles that an H200 computes at a time
 # Seconds, H200, bf16 (bench/gpu_peers.py): per pair of a tile by the width of a head, per tile of queries, and what
 # the CPU needs for a call, by estimate; forward, and with backward.
-PAIR = {64: (4.8e-13, 1.65e-12), 128: (7.4e-13, 3.05e-12)}
+PAIR = {
+    64: (4.8e-13, 1.65e-12), 80: (5.8e-13, 2.6e-12), 96: (6.4e-13, 2.65e-12), 128: (7.4e-13, 3.05e-12),
+    192: (9.9e-13, 5.2e-12),
+}  # fmt: skip
 QUERY_TILE, QUERY_TILE_GRAD = 16e-9, 66e-9
 CALL, CALL_GRAD = 60e-6, 200e-6
 WINDOW = 1.25  # the estimates of `triton` for windows are 14 to 24 % above its times; so these are, too
@@ -67,7 +71,7 @@ class Flash4:
         """As measured; the rest runs by name. Windows of heads of 64 take `triton` less than it estimates."""
         parts = parts_of(f.pattern, f.n, f.m, f.offset[0])
         windows = any(part.left is not None for part in parts)
-        if f.d_k not in PAIR or (windows and f.d_k == 64) or (f.n, f.offset[0]) != (f.m, 0):
+        if f.d_k not in PAIR or (windows and f.d_k != 128) or (f.n, f.offset[0]) != (f.m, 0):
             return inf
         tiles = f.flat_heads * sum(ceil(part.rows / TILE) for part in parts)
         tile, call = (QUERY_TILE_GRAD, CALL_GRAD) if f.grad else (QUERY_TILE, CALL)
@@ -241,21 +245,28 @@ def _part(
         given["learnable_sink"] = sink
     o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **given)
     if o.grad_fn is not None:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        at = k.shape[2] - q.shape[2]
-        call = Call(q, k, v, part.pattern, scale=options.scale, sink_logits=sink, at=at)
-        o.grad_fn.register_hook(partial(_double_backward, call))
+        # The node keeps q, k and v until its backward pass; a hook that held them would, as long as there is a graph.
+        held = None if compat.current_node is not None else (q, k, v)
+        about = {"pattern": part.pattern, "scale": options.scale, "sink_logits": sink}
+        o.grad_fn.register_hook(partial(_double_backward, held, about))
     return o, lse
 
 
 def _double_backward(
-    call: Call, grads: tuple[Tensor | None, ...], given: tuple[Tensor | None, Tensor | None]
+    held: tuple[Tensor, ...] | None,
+    about: dict[str, Any],
+    grads: tuple[Tensor | None, ...],
+    given: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, ...] | None:
     """A hook after its backward pass: the gradients as they are, or under create_graph=True by the formula. After
     those of q, k and v, only that of the sink is not None."""
     if not torch.is_grad_enabled() or given[0] is given[1] is None:
         return None
+    tensors = held if compat.current_node is None else compat.current_node().saved_tensors[:3]
+    assert tensors is not None
+    q, k, v = (x.transpose(1, 2) for x in tensors)
     grad = None if given[0] is None else given[0].transpose(1, 2)
+    call = Call(q, k, v, **about, at=k.shape[2] - q.shape[2])
     *results, of_sink = (*reference_backend.gradients((grad, given[1]), call), None)[:4]
     rest = (None if x is None else of_sink for x in grads[3:])
     return *(None if x is None else x.transpose(1, 2) for x in results), *rest

@@ -1,14 +1,14 @@
 """The backend `sdpa`: PyTorch's scaled_dot_product_attention, without a mask or with one.
 
-On the CPU the backward of its fused operation cannot be differentiated again. Where gradients are needed there, that
-operation runs inside an autograd function of ours, whose backward is the fused one, or the formula under
-create_graph=True (reference_backend.gradients). Prepared calls use a hook on PyTorch's own node for that, where
-compat.py can read it: the function in Python takes 9 % more of a training call at n = 64, 6 % at n = 128 (8 heads of
-64, one core).
+The backward of its fused operations cannot be differentiated again. Under create_graph=True a hook on PyTorch's own
+node gives the gradients of the formula instead (reference_backend.gradients), where compat.py can read that node. On
+the CPU, where it cannot, and for calls that are not prepared, the operation runs inside an autograd function of ours:
+in Python it takes 9 % more of a training call at n = 64, 6 % at n = 128 (8 heads of 64, one core).
 """
 
 from collections.abc import Callable
-from math import inf
+from itertools import zip_longest
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import compat
+from .. import compat, reference
 from ..pattern import causal, full
 from ..position import ByDistance
 from . import reference_backend
@@ -41,8 +41,10 @@ GPU_MASKED_16, GPU_MASKED_16_GRAD = 3.0 * GPU_PAIR, 9.6 * GPU_PAIR
 GPU_CALL, GPU_CALL_GRAD = 25e-6, 40e-6
 GPU_LENGTHS = 100e-6  # to hide keys and make their mask, a dozen operations; by estimate
 GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
-# Where every score is stored: 6 accesses of 4 bytes each forward, 15 with backward, at 4.8 TB/s.
-GPU_STORED, GPU_STORED_GRAD = 10.0 * GPU_PAIR, 25.0 * GPU_PAIR
+# In float32, with a mask or without, per pair and width (bench/gpu_float32.py).
+GPU_SINGLE, GPU_SINGLE_GRAD = 1.2e-13, 4.3e-13
+# Its kernels have one program for 128 queries of a head, and a GPU runs so many at a time.
+GPU_TILE, GPU_PROGRAMS = 128, 132
 # How far off a weight may be by the rounding of a log-sum-exp; beyond that, gradients are the formula's.
 MAX_ROUNDING = 1e-4
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
@@ -73,13 +75,17 @@ class Sdpa:
                 return f.batch * f.kv_heads * f.m * (f.d_k + f.d_v) * READ * (3 if f.grad else 1)
             return f.pairs * pair * (1 if f.n >= LARGE_BLOCKS else 2)
         if f.unmasked:
-            if stores_scores(f):
-                return f.pairs * (GPU_STORED_GRAD if f.grad else GPU_STORED)
             past_only = isinstance(f.pattern, causal) and f.n > 1
-            return f.pairs * (GPU_DENSE_GRAD if f.grad else GPU_DENSE) * (0.5 if past_only else 1.0)
-        pair, call = (GPU_MASKED_GRAD, GPU_CALL_GRAD) if f.grad else (GPU_MASKED, GPU_CALL)
-        if f.dtype.itemsize == 2:
-            pair = GPU_MASKED_16_GRAD if f.grad else GPU_MASKED_16
+            pairs, (forward, both) = (
+                f.pairs * (0.5 if past_only else 1.0),
+                _gpu_pair(f, GPU_DENSE, GPU_DENSE_GRAD),
+            )
+            idle = max(1.0, GPU_PROGRAMS / max(1, f.flat_heads * ceil(f.n / GPU_TILE)))
+            return pairs * (forward * idle + (both - forward if f.grad else 0.0))
+        masked = (
+            (GPU_MASKED_16, GPU_MASKED_16_GRAD) if f.dtype.itemsize == 2 else (GPU_MASKED, GPU_MASKED_GRAD)
+        )
+        pair, call = _gpu_pair(f, *masked)[f.grad], GPU_CALL_GRAD if f.grad else GPU_CALL
         call += GPU_LENGTHS if f.lengths else 0.0
         if f.bias == "distance":
             pair, call = pair + GPU_GATHER, call + GPU_GATHER_CALL
@@ -101,10 +107,11 @@ class Sdpa:
         return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, _masked, build)
 
 
-def stores_scores(f: CallFacts) -> bool:
-    """Whether SDPA has nothing but its formula for a dense call, with n × m scores in memory: on CUDA, of its fused
-    kernels only those for 16 bits take grouped heads."""
-    return f.device_type == "cuda" and f.heads != f.kv_heads and f.dtype == torch.float32
+def _gpu_pair(f: CallFacts, forward: float, both: float) -> tuple[float, float]:
+    """Seconds of a pair, from those of 16 bits."""
+    if f.dtype == torch.float32:
+        return GPU_SINGLE * f.d_k, GPU_SINGLE_GRAD * f.d_k
+    return (forward, both) if f.d_k <= 128 else (1.3 * forward, 1.9 * both)  # heads of 192
 
 
 def _direct(f: CallFacts) -> bool:
@@ -115,18 +122,30 @@ def _function(
     f: CallFacts, mask: Tensor | None, is_causal: bool
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """(q, k, v) → o with a mask that is added."""
-    scale, grouped = f.factor, f.heads != f.kv_heads
-    if f.grad and f.device_type == "cpu" and f.pairs and f.d_k:
-        if f.d_k != f.d_v or not compat.can_read_flash_node():
-            return lambda q, k, v: _Fused.apply(q, k, v, mask, is_causal, scale)
+    scale, on_cpu, groups = f.factor, f.device_type == "cpu", f.heads != f.kv_heads
+    if f.grad and on_cpu and f.pairs and f.d_k and (f.d_k != f.d_v or not compat.can_read_flash_node()):
+        return lambda q, k, v: _Fused.apply(q, k, v, mask, is_causal, scale)
+    repeats = groups and _repeats(f.device_type, f.dtype)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = _sdpa(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
-            o.grad_fn.register_hook(_double_backward)
-            return o
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if repeats:
+            k, v = (reference.repeat_heads(x, f.heads) for x in (k, v))
+        return _sdpa(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=groups and not repeats)
 
-        return attend
-    return lambda q, k, v: _sdpa(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+    return (lambda q, k, v: _differentiable(attend(q, k, v))) if f.grad else attend
+
+
+def _repeats(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether key heads are copied for the query heads of their group: on CUDA, of SDPA's fused kernels only those
+    for 16 bits take groups, and its formula would store n × m scores."""
+    return device_type == "cuda" and dtype == torch.float32
+
+
+def _differentiable(o: Tensor) -> Tensor:
+    """o of a fused operation, whose gradients can be differentiated again."""
+    if o.grad_fn is not None and o.grad_fn.name().startswith(compat.FUSED_NODE):
+        o.grad_fn.register_hook(_double_backward)
+    return o
 
 
 def _masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -172,10 +191,14 @@ def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "
     fused = q.is_cpu and needs_grad(q, k, v) and not formula
     if not (fused and eager(q, k, v) and q.numel() and k.numel()):  # data may decide a size in an export
         more: dict[str, Any] = {"is_causal": is_causal, "scale": call.factor, "enable_gqa": call.grouped}
+        if call.grouped and _repeats(q.device.type, q.dtype):
+            k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
+            more["enable_gqa"] = False
         if (fused and isinstance(call.bias, Tensor)) or compat.needs_formula(mask):  # see _Fused.backward
             with sdpa_kernel(SDPBackend.MATH):
                 return _sdpa(q, k, v, mask, call.dropout_p, **more)
-        return _sdpa(q, k, v, mask, call.dropout_p, **more)
+        o = _sdpa(q, k, v, mask, call.dropout_p, **more)
+        return _differentiable(o) if q.is_cuda and not call.dropout_p and eager(q, k, v) else o
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -inf)
     if mask is not None:
@@ -187,11 +210,10 @@ def _double_backward(
     grads: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
     """A hook after PyTorch's own backward: its gradients as they are, or under create_graph=True by the formula."""
-    if not torch.is_grad_enabled() or given[0] is None or (saved := compat.saved_by_flash_node()) is None:
+    if not torch.is_grad_enabled() or given[0] is None or (saved := compat.saved_by_fused_node()) is None:
         return None
-    q, k, v, mask, is_causal, scale = saved
-    results = reference_backend.gradients((given[0], None), _as_call(q, k, v, mask, is_causal, scale))
-    return tuple(None if old is None else new for old, new in zip(grads, results))
+    results = reference_backend.gradients((given[0], None), _as_call(*saved))
+    return tuple(None if old is None else new for old, new in zip_longest(grads, results[: len(grads)]))
 
 
 def _rounded(lse: Float[Tensor, "b h n"]) -> bool:

@@ -296,3 +296,78 @@ def test_lengths_and_offsets_on_the_gpu_are_read_anew_by_a_call_that_was_prepare
                 assert close([rg.attention(q, k, v, pattern, **given)], [exact]), (dtype, numbers, lengths)
     # One direct call for each dtype and shape; those keys begin with the pattern's text, the others with call facts.
     assert sum(isinstance(key[0], str) for key in PREPARED) == 2 * 3
+
+
+# PyTorch's own kernels: flash, cuDNN and the memory-efficient one, with and without a mask.
+
+SDPA_CASES = {
+    "bf16": (torch.bfloat16, 4, 64, causal(), {}),
+    "bf16 in groups": (torch.bfloat16, 2, 128, None, {}),
+    "bf16 with a mask": (torch.bfloat16, 4, 64, causal() & window(9), {}),
+    "bf16 padded": (torch.bfloat16, 4, 64, None, {"lengths": [50, 33]}),
+    "float16, odd width": (torch.float16, 4, 72, causal(), {}),
+    "float32": (torch.float32, 4, 64, causal(), {}),
+    "float32 in groups": (torch.float32, 2, 64, causal(), {}),
+    "float32 in groups, padded": (torch.float32, 2, 64, causal(), {"lengths": [50, 33]}),
+}
+
+
+@pytest.mark.parametrize("name", SDPA_CASES)
+def test_what_sdpa_computes_can_be_differentiated_twice(name):
+    dtype, kv_heads, d, pattern, more = SDPA_CASES[name]
+    more = {key: torch.tensor(x, device="cuda") for key, x in more.items()}
+    g = torch.Generator("cuda").manual_seed(3)
+    inputs = [
+        torch.randn(2, h, 50, d, device="cuda", generator=g).to(dtype).requires_grad_()
+        for h in (4, kv_heads, kv_heads)
+    ]
+    found = []
+    for backend in ("sdpa", "sdpa", "reference"):  # the second call is prepared
+        o = rg.attention(*inputs, pattern, **more, backend=backend)
+        first = torch.autograd.grad(o.float().square().sum(), inputs, create_graph=True)
+        found.append(torch.autograd.grad(sum(x.float().square().sum() for x in first), inputs))
+    limit = 1e-4 if dtype == torch.float32 else 0.05
+    for mine, again, exact in zip(*found):
+        assert exact.abs().max() > 0
+        assert (mine - exact).abs().max() <= limit * exact.abs().max()
+        assert (again - exact).abs().max() <= limit * exact.abs().max()
+
+
+def test_after_the_backward_pass_a_graph_that_is_kept_holds_no_inputs():
+    q = torch.randn(1, 16, 4096, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def held(**more):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        inputs = [q * x for x in (1.0, 2.0, 3.0)]
+        o = rg.attention(*inputs, causal(), **more)
+        loss = o.sum()
+        del o, inputs
+        torch.autograd.grad(loss, q)
+        return torch.cuda.memory_allocated() - before
+
+    held(backend="sdpa")
+    assert held(backend="sdpa") < q.nbytes and held(backend="triton") < q.nbytes
+
+
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+def test_products_of_float32_are_as_exact_as_those_of_ieee(d):
+    """Of numbers that differ widely in size, too: the parts of a split number have its exponents."""
+    g = torch.Generator("cuda").manual_seed(d)
+    q, k, v, do = (torch.randn(1, 2, 700, d, device="cuda", generator=g) for _ in range(4))
+    v = v * torch.logspace(-6, 6, d, device="cuda")
+    pattern = causal() & (window(100) | every(16))
+
+    def gradients_by(attend, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        o = attend(*inputs)
+        return [o.detach(), *torch.autograd.grad(o, inputs, do.to(dtype))]
+
+    formula = lambda *x: rg.attention(*x, pattern, backend="reference")  # noqa: E731
+    exact, plain = gradients_by(formula, torch.float64), gradients_by(formula, torch.float32)
+    fast = gradients_by(lambda *x: rg.attention(*x, pattern, backend="triton"), torch.float32)
+    for name, r, p, f in zip(("o", "dq", "dk", "dv"), exact, plain, fast):
+        size = r.abs().amax((0, 1, 2)) if name in ("o", "dv") else r.abs().max()  # by column
+        error, allowed = ((x.double() - r).abs() for x in (f, p))
+        limit = 2 * (allowed / size).max() + 4 * torch.finfo(torch.float32).eps
+        assert (error / size).max() <= limit, f"{name}, {d}: {(error / size).max():.1e}, not {limit:.1e}"
