@@ -1,8 +1,7 @@
 """Every private PyTorch or Triton API that regard uses, each behind a probe with a fallback.
 
-A private API may change or vanish with any release. Each one is looked up once, here; where it is missing, or is not
-what this file was written for, a public replacement runs instead: slower, never wrong. Also here: the side effect of
-PyTorch's compiler that regard undoes.
+A private API may change or vanish with any release. Each one is looked up once, here; where it is missing or another
+than expected, a public replacement runs: slower, never wrong. Also: a side effect of the compiler, undone.
 """
 
 import sys
