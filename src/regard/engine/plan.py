@@ -17,8 +17,7 @@ import numpy as np
 
 from ..pattern import Not, Pattern, Relation, Word, full, neighborhood
 from ..pattern.clauses import Clause, clauses, conjuncts
-from ..progression import FAR, Ints
-from .parts import (
+from ..pattern.parts import (
     LIMITS,
     MASKED_PAIR_COST,
     MAX_PARTS,
@@ -32,6 +31,7 @@ from .parts import (
     relations,
     residue_period,
 )
+from ..progression import FAR, Ints
 
 TILE_COST = 128  # of one more tile, per row, in pairs: reading q, writing o, merging with other passes
 SAMPLE_TILES = 256  # tiles on which candidates are compared

@@ -180,8 +180,8 @@ def _meet(a: Residue, b: Residue) -> Residue | None:
         return b
     if b[0] == 1:
         return a
-    t, by = solve(a[1], a[0], *b)
-    return (lcm(a[0], b[0]), a[1] + a[0] * t) if by else None
+    t, by, some = solve(a[1], a[0], *b)
+    return (a[0] * by, a[1] + a[0] * t) if some else None
 
 
 EVERYTHING = Relation()

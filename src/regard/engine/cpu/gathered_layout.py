@@ -18,8 +18,8 @@ from torch import Tensor
 from ... import compat
 from ...pattern import BlockGrid, Pattern, neighborhood
 from ...pattern.classification import BLOCK
+from ...pattern.parts import row_steps
 from ..call import Place
-from ..parts import row_steps
 from .kernels import SAVED_WEIGHTS, Buffers, product
 
 MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
