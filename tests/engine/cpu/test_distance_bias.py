@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
 from regard.engine.attention import attention
-from regard.engine.cpu import distance_bias, tiles
+from regard.engine.cpu import tiles
 from regard.engine.cpu import layout as layouts
 from regard.engine.cpu.strided_layout import layout
 from regard.engine.plan import NoPlan
@@ -201,7 +201,7 @@ def test_two_runs_agree_bit_for_bit(monkeypatch):
 def test_the_bias_along_a_line_is_the_bias_at_each_distance(reach, low, span):
     bias = biases(reach=reach)["both"]
     torch.testing.assert_close(
-        distance_bias.along(bias, low, low + span), bias.at(torch.arange(low, low + span + 1))
+        bias.along(low, low + span), bias.at(torch.arange(low, low + span + 1))
     )
 
 
