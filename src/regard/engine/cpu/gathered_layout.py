@@ -123,8 +123,7 @@ def gathered_by_rows(place: Place) -> tuple[Gathering, ...] | None:
 
     Cached for the tensors as they are: a change in place has another version, unless it is unknown.
     """
-    data = [x for leaf in place[0].leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
-    versions = tuple(map(compat.version, data))
+    versions = tuple(map(compat.version, place[0].tensors()))
     make = _gathered_by_rows.__wrapped__ if None in versions else _gathered_by_rows
     return make(place, versions)
 
