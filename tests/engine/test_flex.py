@@ -33,7 +33,6 @@ from regard.pattern import (
     where,
     window,
 )
-from regard.pattern.data_state import data_state
 
 IDS = torch.tensor([0] * 5 + [1] * 9 + [2] * 3 + [1] * 2)
 M = len(IDS)
@@ -182,13 +181,13 @@ def test_a_mask_is_created_anew_when_its_data_have_changed():
         return abs(i - j) <= reach
 
     pattern = where(near)
-    before = data_state(pattern)
-    assert before == data_state(where(near)) != data_state(pattern & causal())
+    before = flex.data_state(pattern)
+    assert before == flex.data_state(where(near)) != flex.data_state(pattern & causal())
     reach += 1
-    assert data_state(pattern) != before
+    assert flex.data_state(pattern) != before
     held = {"reach": 3}
     unnoticed = where(lambda i, j: abs(i - j) <= held["reach"]), where(torch.ge)  # changes of these
-    assert all(data_state(x) is None for x in unnoticed)
+    assert all(flex.data_state(x) is None for x in unnoticed)
 
 
 def test_grids_are_left_to_the_kernels_that_read_their_lines():

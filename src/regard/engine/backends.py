@@ -17,12 +17,11 @@ import torch
 from .. import compat
 from ..errors import BackendError, SpecError, nearest
 from ..pattern import full
-from ..pattern.data_state import data_of, data_state
 from .call import Cache, CallFacts, Prepared
 from .cpu.backend import Tiles
 from .cuda.backend import Triton
 from .flash4 import Flash4
-from .flex import Flex
+from .flex import Flex, data_state
 from .reference_backend import Reference
 from .sdpa import Sdpa, stores_scores
 
@@ -65,7 +64,7 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
     if state is None:
         return _prepare(f, backend)
     key = state, replace(f, pattern=full()), backend
-    return (OF_DATA.get(key) or OF_DATA.put(key, (_prepare(f, backend), data_of(f.pattern))))[0]
+    return (OF_DATA.get(key) or OF_DATA.put(key, (_prepare(f, backend), f.pattern)))[0]
 
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
@@ -134,5 +133,5 @@ def _without_sizes(f: CallFacts) -> Backend:
 # Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls without further arguments, by the key
 # that `attention._key` computes.
 PREPARED = Cache(256)
-# Prepared calls of patterns with data, with these data, so that the id of a tensor stays its own.
+# Prepared calls of patterns with data, with these patterns, so that the id of a tensor stays its own.
 OF_DATA = Cache(8)

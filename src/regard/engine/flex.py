@@ -5,9 +5,10 @@ On CUDA forward and backward; on the CPU PyTorch compiles the forward alone, so 
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import lru_cache, partial
 from math import inf
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,10 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import compiler_errors_named
-from ..pattern import BlockGrid, Pattern, neighborhood, positions, query_offset, where
+from ..pattern import BlockGrid, Data, Pattern, neighborhood, positions, query_offset, where
 from ..pattern.block_mask import from_grid
 from ..pattern.classification import BLOCK
-from ..pattern.data_state import written
-from .call import Call, CallFacts, Outputs, Prepared
+from .call import Cache, Call, CallFacts, Outputs, Prepared
 
 if TYPE_CHECKING:  # imported where a call runs: it takes as long to import as the rest of regard
     from torch.nn.attention.flex_attention import BlockMask
@@ -64,19 +64,15 @@ class Flex:
 
     def prepare(self, f: CallFacts) -> Prepared:
         computed = partial(visited, f.pattern, f.n, f.m, *f.offset)
-        mask, of_one_call = None, f.lengths or f.row_offsets or f.observed
-
-        def run(call: Call) -> Outputs:
-            nonlocal mask
-            mine = _block_mask(call) if mask is None else mask
-            mask = None if of_one_call else mine
-            with torch.autocast(call.q.device.type, enabled=False):
-                return attend(call.hide(), mine)
-
-        return Prepared(self.name, "blocks of 128 × 128", computed, run)
+        return Prepared(self.name, "blocks of 128 × 128", computed, _prepared)
 
 
-def attend(call: Call, mask: "BlockMask") -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"] | None]:
+def _prepared(call: Call) -> Outputs:
+    with torch.autocast(call.q.device.type, enabled=False):
+        return attend(call.hide())
+
+
+def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"] | None]:
     """softmax(scale · q kᵀ) v over the pairs of the pattern; the log-sum-exp where it is requested."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -87,6 +83,7 @@ def attend(call: Call, mask: "BlockMask") -> tuple[Float[Tensor, "b h n d_v"], F
         options["score_mod"] = _capped(call.softcap)
     if call.return_lse:
         options["return_aux"] = AuxRequest(lse=True)
+    mask = _block_mask(call)
     if torch.compiler.is_compiling():
         result = flex_attention(q, k, v, block_mask=mask, **options)
     else:
@@ -108,11 +105,63 @@ def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
     return int((~grid.classify(pattern).none).sum()) * BLOCK**2
 
 
+# The mask: blocks to skip, blocks to leave as they are, and a function for the rest.
+
+_masks = Cache(8)  # with what they were computed from, so that the id of a tensor stays its own
+
+
 def _block_mask(call: Call) -> "BlockMask":
-    """Blocks to skip, blocks to leave as they are, and a function for the rest."""
+    """Created once for a pattern and the contents of its data."""
+    state = None if torch.compiler.is_compiling() else data_state(call.pattern)
+    if state is None or call.lengths is not None or isinstance(call.at, Tensor):
+        return _new_block_mask(call)
+    key = (state, call.n, call.m, call.at, call.q.device)
+    return (_masks.get(key) or _masks.put(key, (_new_block_mask(call), _data(call.pattern))))[0]
+
+
+def _new_block_mask(call: Call) -> "BlockMask":
     i = positions(call.pattern, call.n, call.m, call.at, call.q.device)
     at = None if isinstance(call.at, Tensor) else query_offset(call.pattern, call.n, call.m, call.at)
     return from_grid(call.pattern, i if i.dim() == 2 else i[None], call.m, at, call.lengths)
+
+
+def _written(pattern: Pattern) -> str:
+    """How a pattern with data is composed."""
+    return pattern.fold(
+        lambda word: word.text or "data", "Both({}, {})".format, "Either({}, {})".format, "Not({})".format
+    )
+
+
+def _data(pattern: Pattern) -> list[Any] | None:
+    """What a mask is computed from besides the words; None if not all of it is known."""
+    values: list[Any] = []
+    for data in pattern.leaves():
+        if isinstance(data, where):
+            if not isinstance(data.fn, FunctionType):
+                return None
+            code, names = data.fn.__code__, data.fn.__globals__
+            values += [code, *(cell.cell_contents for cell in data.fn.__closure__ or ())]
+            values += [names[name] for name in code.co_names if name in names]
+            values += [*(data.fn.__defaults__ or ()), *(data.fn.__kwdefaults__ or {}).values()]
+        elif isinstance(data, Data):
+            values += [type(data), *(getattr(data, field.name) for field in fields(data))]  # type: ignore[arg-type]
+    return values
+
+
+def data_state(pattern: Pattern) -> tuple | None:
+    """How a pattern is composed and what its data are now, as long as they exist; None if a change could not be
+    noticed."""
+    if (values := _data(pattern)) is None:
+        return None
+    state: list[Any] = [_written(pattern)]
+    for x in values:
+        if isinstance(x, Tensor) and (written := compat.version(x)) is not None:
+            state.append((id(x), written))
+        elif isinstance(x, int | float | str | None | ModuleType | CodeType | type):
+            state.append((x, type(x)))
+        else:
+            return None
+    return tuple(state)
 
 
 # One compiled function per kind of call: PyTorch counts recompilations by code, and past a limit runs the formula.
@@ -124,7 +173,7 @@ def _kind(call: Call) -> tuple:
     sizes = tuple(x.shape if x.is_cpu else x.shape[1::2] for x in (q, call.k, call.v))
     codes = tuple(leaf.fn for leaf in call.pattern.leaves() if isinstance(leaf, where))
     flags = (call.return_lse, torch.is_grad_enabled(), call.lengths is None, isinstance(call.at, Tensor))
-    return q.device.type, q.dtype, sizes, flags, call.softcap, written(call.pattern), codes
+    return q.device.type, q.dtype, sizes, flags, call.softcap, _written(call.pattern), codes
 
 
 @lru_cache(maxsize=64)

@@ -499,7 +499,7 @@ def test_patterns_by_data_are_priced_for_a_gpu_where_there_is_none(pattern, opti
     """There they run on FlexAttention, which real calls compile: not while a model is priced."""
     n, heads, d, rows = 2048, 2, 64, pattern.data_shape[0]
     inputs = [torch.empty(rows, heads, n, d, device="meta") for _ in range(3)]
-    before = flex._compiled, flex._block_mask
+    before = flex._compiled, flex._block_mask, dict(flex._masks)
     pairs = heads * pattern.count(n)
     computed = pattern.block_mask(n)
     blocks = int(computed.kv_num_blocks.sum() + computed.full_kv_num_blocks.sum())
@@ -510,7 +510,7 @@ def test_patterns_by_data_are_priced_for_a_gpu_where_there_is_none(pattern, opti
         assert (
             found.executed_flops == 4 * d * heads * blocks * 128**2 * rows // computed.kv_num_blocks.shape[0]
         )
-    assert before == (flex._compiled, flex._block_mask)
+    assert before == (flex._compiled, flex._block_mask, dict(flex._masks))
 
 
 def test_flex_attention_takes_the_memory_that_was_measured_on_a_gpu():
