@@ -73,6 +73,12 @@ def row_steps(pattern: Pattern, step: int, by_keys: bool) -> list[int]:
     return sorted({1, *(period // gcd(period, apart) for period in periods)})
 
 
+def common_row_step(pattern: Pattern, step: int, by_keys: bool) -> int:
+    """The step at which all rows of a tile agree in every residue; 1 where it is out of reach."""
+    period = lcm(*(residue_period(r) for r in relations(pattern, by_keys).values()))
+    return period // gcd(period, step) if period < FAR else 1
+
+
 @dataclass(frozen=True)
 class Axis:
     """Index r of count is at position start + step · r."""

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
 from regard.engine.attention import attention
-from regard.engine.cpu import tiles
 from regard.engine.cpu import layout as layouts
+from regard.engine.cpu import tiles
 from regard.engine.cpu.strided_layout import layout
 from regard.engine.plan import NoPlan
 from regard.pattern import causal, dilated, every, full, query_offset, rows, window
