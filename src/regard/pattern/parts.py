@@ -154,9 +154,7 @@ class Bounds:
 def bounds(relation: Relation, tiles: Tiles, ys: Axis) -> Bounds:
     """Outer and inner interval, and the residue of y, of one word for every tile."""
     x0, x1 = tiles.low, tiles.high
-    # Both ends of the keys of x move on with x: all x of a tile lie between its first and its last.
-    ends = replace(relation, divisor=1, query_below=FAR, query_class=(1, 0), key_class=(1, 0))
-    first, last = ends.keys(x0), ends.keys(x1)
+    (first_lo, first_hi), (last_lo, last_hi) = relation.ends(x0), relation.ends(x1)
     some, each = x0 < relation.query_below, x1 < relation.query_below
     for size in relation.blocks:
         each = each & (x0 // size == x1 // size)
@@ -173,8 +171,8 @@ def bounds(relation: Relation, tiles: Tiles, ys: Axis) -> Bounds:
     nth, modulus, right = solve(np.full_like(x0, ys.start), ys.step, keys.step, keys.residue)
     residue = np.where(right, nth, FAR).astype(np.int64) % modulus
     some = some & (keys.lo <= keys.hi) & right
-    outer = _indices(ys, first.lo, last.hi, some, 0)
-    inner = _indices(ys, last.lo, first.hi, some & each, outer[0])
+    outer = _indices(ys, first_lo, last_hi, some, 0)
+    inner = _indices(ys, last_lo, first_hi, some & each, outer[0])
     return Bounds(outer, inner, modulus, residue)
 
 
