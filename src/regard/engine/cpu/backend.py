@@ -61,7 +61,8 @@ class Tiles:
         if f.row_offsets and (f.observed or f.pattern.has_data or f.bias != "none"):
             return "per-row query offsets (`at` as a tensor) need a pattern without data, no bias and no compiler"
         if f.pattern.has_data:
-            return found if isinstance(found := _by_data(f), str) else None
+            why = _no_documents(f)
+            return None if why is None or isinstance(listed := _listed(f), Prepared) else why or listed
         if torch.compiler.is_compiling() or f.unmasked or _is_one_query(f):  # sizes may be symbols
             return None
         return why_masked(*f.place)
@@ -74,9 +75,11 @@ class Tiles:
     def prepare(self, f: CallFacts) -> Prepared:
         """The variant that runs; where several can, the fastest by estimate."""
         if f.pattern.has_data:
-            found = _by_data(f)
-            assert isinstance(found, Prepared)
-            return found
+            listed = _listed(f)
+            if isinstance(listed, Prepared) and _no_documents(f) is not None:
+                return listed
+            packed = _safely(_merged(f, PACKED))
+            return packed if isinstance(listed, str) or packed.seconds < listed.seconds else listed
         if _is_one_query(f):
             return _one_query(f)
         if f.bias == "distance" or f.dropout_p:
@@ -94,15 +97,6 @@ def _safely(one: Prepared) -> Prepared:
 def variants(f: CallFacts) -> list[Prepared]:
     """Those that can run a pattern without data, bias or dropout."""
     return [v for v in (_gathered(f), _concatenated(f), _merged(f)) if v is not None]
-
-
-def _by_data(f: CallFacts) -> Prepared | str:
-    """The fastest variant that runs a pattern with data; else why none does."""
-    listed, why = _listed(f), _no_documents(f)
-    if why is not None:
-        return why if why and isinstance(listed, str) else listed
-    packed = _safely(_merged(f, PACKED))
-    return packed if isinstance(listed, str) or packed.seconds < listed.seconds else listed
 
 
 def _no_documents(f: CallFacts) -> str | None:
