@@ -12,7 +12,8 @@ constant, so a sum over a million queries needs two periods of them.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd, lcm
+from math import gcd
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,18 +45,14 @@ class Progression:
             return Progression(lo, hi, self.residue, self.step)
         if self.step == 1:
             return Progression(lo, hi, other.residue, other.step)
-        g, step = gcd(self.step, other.step), lcm(self.step, other.step)
-        difference = other.residue - self.residue
+        residue = other.residue
         if max(self.step, other.step) * other.step > FAR:  # beyond int64: use Python's integers
-            difference = np.asarray(difference, dtype=object)
-        # j = residue + step·t with step·t ≡ difference (mod other.step); solvable where g divides difference
-        inverse = pow(self.step // g, -1, other.step // g)
-        if g > 1:
+            residue = np.asarray(residue, dtype=object)
+        t, by, meet = solve(self.residue, self.step, other.step, residue)
+        if by < other.step:  # else every two residues meet
             # As arrays: NumPy converts a Python integer to the other side's dtype, and FAR does not fit into int32.
-            hi = np.where(difference % g == 0, np.asarray(hi), np.asarray(lo - 1))
-            difference = difference // g
-        t = difference * inverse % (other.step // g)
-        return Progression(lo, hi, self.residue + self.step * t, step)
+            hi = np.where(meet, np.asarray(hi), np.asarray(lo - 1))
+        return Progression(lo, hi, self.residue + self.step * t, by * self.step)
 
     def first(self) -> PerQuery:
         """The first key at or after lo."""
@@ -80,13 +77,18 @@ def sooner(a: PerQuery, b: PerQuery) -> PerQuery:
     return a if isinstance(b, int) and b == FAR else np.minimum(a, b)
 
 
-def solve(start: int, step: int, k: int, residue: int) -> tuple[int, int]:
-    """(t₀, by): start + step · t ≡ residue (mod k) exactly for t ≡ t₀ (mod by); by = 0 where no t does."""
-    g = gcd(step, k)
-    if (residue - start) % g:
-        return 0, 0
+def solve(start: Any, step: int, k: int, residue: Any) -> tuple[Any, int, Any]:
+    """(t, by, some): start + step · t ≡ residue (mod k) exactly for t, t + by, …, if `some`; else for no t.
+
+    start and residue are numbers or arrays, one number per query.
+    """
+    g, some, quotient = gcd(step, k), True, residue - start
+    if g > 1:
+        some, quotient = quotient % g == 0, quotient // g
     by = k // g
-    return (residue - start) // g * pow(step // g, -1, by) % by, by
+    if by > 1 << 30 and isinstance(quotient, np.ndarray):  # beyond int64: use Python's integers
+        quotient = quotient.astype(object)
+    return quotient * pow(step // g, -1, by) % by, by, some
 
 
 def total(count: Callable[[Ints], Ints], n: int, breaks: Iterable[int], slack: int, period: int) -> int:

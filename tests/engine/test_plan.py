@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from regard.engine import plan as planner
-from regard.engine.parts import ALL, LIMITS, NONE, SOME, cover
 from regard.engine.plan import NoPlan, plan
 from regard.pattern import (
     Pattern,
@@ -31,6 +30,7 @@ from regard.pattern import (
     window,
 )
 from regard.pattern.clauses import clauses
+from regard.pattern.parts import ALL, LIMITS, NONE, SOME, cover
 
 
 def transposed(*place):

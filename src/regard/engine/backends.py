@@ -121,17 +121,15 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
 def _without_sizes(f: CallFacts) -> Backend:
     """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times. Under torch.func
     only PyTorch's own operations: it has no rules for others, and would take their forward derivatives for 0."""
-    if f.hard or f.higher:
-        return TABLE["reference"]
-    if f.unmasked and not f.needs_lse:
-        return TABLE["sdpa"]
     dropped = f.dropout_p > 0 and f.bias != "distance"
     tiles = () if f.pattern.has_data or dropped else ("tiles",)  # a graph does not know the ids of documents
     kernels = ("flex", "triton") if f.pattern.has_data else ("triton",)
-    for name in () if compat.transforms_active() else {"cpu": tiles, "cuda": kernels}.get(f.device_type, ()):
+    sparse = () if compat.transforms_active() else {"cpu": tiles, "cuda": kernels}.get(f.device_type, ())
+    dense = f.unmasked and not f.needs_lse
+    for name in (*(() if dense else sparse), "sdpa"):
         if not _refusal(TABLE[name], f):
             return TABLE[name]
-    return TABLE["reference" if f.needs_lse or f.softcap is not None else "sdpa"]
+    return TABLE["reference"]
 
 
 # Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls without further arguments, by the key

@@ -12,7 +12,6 @@ from .attention import call_of
 from .backends import choose
 from .call import CallFacts, Prepared, facts_of
 from .cpu.backend import GATHERED
-from .merge import launches
 from .plan import NoPlan, plan
 
 
@@ -77,7 +76,7 @@ def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
     assert isinstance(pattern, per_head)
     pattern.check_heads(facts.heads)
     each, lines = [], []
-    for one, heads, kv_heads in launches(pattern.patterns, facts.heads // facts.kv_heads):
+    for one, heads, kv_heads in pattern.launches(facts.heads // facts.kv_heads):
         found = _explain(replace(facts, pattern=one, heads=len(heads), kv_heads=len(kv_heads)), backend)
         each.append((len(heads), found))
         numbers = ", ".join(map(str, heads[:6])) + (", …" if len(heads) > 6 else "")

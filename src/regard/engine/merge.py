@@ -5,7 +5,6 @@ lse = ln Σ_p exp(lse_p)        o = Σ_p exp(lse_p − lse) · o_p
 And all heads from those of each pattern, where heads have patterns of their own.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import inf
 
@@ -15,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import ShapeError
-from ..pattern import Pattern, per_head
+from ..pattern import per_head
 from ..position import ByDistance
 from .call import Bias, Call, Outputs, replaced
 
@@ -73,7 +72,7 @@ def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
     group = call.q.shape[1] // call.k.shape[1]
     order: list[int] = []
     results: list[Outputs] = []
-    for pattern, heads, kv_heads in launches(call.pattern.patterns, group):
+    for pattern, heads, kv_heads in call.pattern.launches(group):
         part = replaced(
             call,
             q=_heads(call.q, heads, 1),
@@ -90,22 +89,6 @@ def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
     o = torch.cat([o for o, _ in results], 1).index_select(1, back)
     logs = [lse for _, lse in results if lse is not None]
     return o, torch.cat(logs, 1).index_select(1, back) if len(logs) == len(results) else None
-
-
-def launches(patterns: tuple[Pattern, ...], group: int) -> list[tuple[Pattern, list[int], list[int]]]:
-    """Heads that run together: of one pattern, and as many of them in each group of heads that share their keys. With
-    the key heads of each launch."""
-    together: dict[tuple[Pattern, int], list[int]] = defaultdict(list)
-    for first in range(0, len(patterns), group):
-        members: dict[Pattern, list[int]] = defaultdict(list)
-        for head in range(first, first + group):
-            members[patterns[head]].append(head)
-        for pattern, heads in members.items():
-            together[pattern, len(heads)] += heads
-    return [
-        (pattern, heads, list(dict.fromkeys(head // group for head in heads)))
-        for (pattern, _), heads in together.items()
-    ]
 
 
 def _heads(x: Tensor, heads: list[int], axis: int) -> Tensor:

@@ -9,7 +9,7 @@ log-sum-exp. All arrays are numpy int64 on the host; a backend moves what it nee
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
-from math import gcd, lcm
+from math import lcm
 from operator import and_, or_
 from typing import Any
 
@@ -17,26 +17,23 @@ import numpy as np
 
 from ..pattern import Not, Pattern, Relation, Word, full, neighborhood
 from ..pattern.clauses import Clause, clauses, conjuncts
-from ..progression import FAR, Ints
-from .parts import (
-    LIMITS,
+from ..pattern.parts import (
     MASKED_PAIR_COST,
     MAX_PARTS,
     PART_COST,
     Axis,
     NoPlan,
     Tiles,
+    common_row_step,
     cut_tiles,
     divide,
     limit,
     relations,
-    residue_period,
 )
+from ..progression import FAR, Ints
 
 TILE_COST = 128  # of one more tile, per row, in pairs: reading q, writing o, merging with other passes
 SAMPLE_TILES = 256  # tiles on which candidates are compared
-MAX_RUNS = 4  # progressions of one query
-QUERIES = 64  # whose keys `keys_of_query` computes at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +100,7 @@ class Request:
     by_keys: bool
 
     def row_step(self, pattern: Pattern) -> int:
-        """The row step at which all rows of a tile agree in every residue; 1 where it is out of reach."""
-        period = lcm(*(residue_period(r) for r in relations(pattern, self.by_keys).values()))
-        return period // gcd(period, self.xs.step) if period < FAR else 1
+        return common_row_step(pattern, self.xs.step, self.by_keys)
 
     def tiles(self, tiling: Tiling) -> Tiles:
         """No tile crosses the end of a range of x, or a multiple of the grid."""
@@ -163,23 +158,6 @@ def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str |
         return str(why)
     many = parts > MAX_PARTS and not isinstance(pattern, neighborhood)
     return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if many else None
-
-
-def keys_of_query(pattern: Pattern, position: int) -> list[list[int]]:
-    """[first key, key step, number of keys, 1 = full or 0 = partial] of each progression of one query's keys, as if
-    keys had no end. A decoder has one position after the other, so those of 64 neighbors are computed at once."""
-    offsets, parts = _keys_of_queries(pattern, position // QUERIES)
-    row = position % QUERIES
-    return parts[offsets[row] : offsets[row + 1]]
-
-
-@lru_cache(maxsize=256)
-def _keys_of_queries(pattern: Pattern, block: int) -> tuple[list[int], list[list[int]]]:
-    queries, keys = Axis(QUERIES, QUERIES * block), Axis(LIMITS["positions"])
-    expanded, rows = pattern.expanded(), np.arange(QUERIES)
-    row_step = Request(queries, keys, 1, False).row_step(expanded)  # one row agrees with itself
-    offsets, parts = divide(expanded, Tiles(queries, row_step, rows, np.ones_like(rows)), keys, by_keys=False)
-    return offsets.tolist(), parts.tolist()
 
 
 @lru_cache(maxsize=256)
@@ -275,73 +253,3 @@ def _leaves_out_rows(condition: Pattern, by_keys: bool) -> bool:
         return False
     relation = relations(word, by_keys)[word]
     return relation.query_class[0] > 1 and relation == Relation(query_class=relation.query_class)
-
-
-# The plan of one query, as formulas of its position p: a sequence that grows by a key at a time would need a new plan
-# for each token, and the position may differ by batch row, in a tensor on the device. For one query, each clause of a
-# pattern is one progression.
-
-
-@lru_cache(maxsize=1024)
-def run_formulas(pattern: Pattern) -> tuple[str, ...] | None:
-    """First key, step and end of each progression of keys that a query at p may attend to, among m keys.
-
-    Every allowed key is in one of them; a key may also be in several, or in one and not be allowed. None where the
-    pattern has data or too many clauses.
-
-    >>> from regard.pattern import causal, every, window
-    >>> run_formulas(causal() & every(64))
-    ('(0) + ((0 - (0)) % 64 + 64) % 64', '64', 'minimum(m, p + 1)')
-    """
-    union = clauses(pattern)
-    if len(union) > MAX_RUNS or not all(isinstance(x, Word) for x in pattern.leaves()):
-        return None
-    out: list[str] = []
-    for clause in union:
-        relation = Relation()
-        for word in clause:
-            if isinstance(word, Word):
-                relation &= word.relation
-            elif not (isinstance(word, Not) and isinstance(word.inner, Word)):
-                return None
-        out += _run(relation)
-    return tuple(out)
-
-
-def _run(r: Relation) -> tuple[str, str, str]:
-    starts, ends = ["0"], ["m"]
-    if r.far < FAR:
-        starts.append(f"p - {r.far}")
-    if r.near > -FAR:
-        ends.append(f"p + {1 - r.near}")
-    if r.key_below < FAR:
-        ends.append(f"{r.key_below}")
-    for size in r.blocks:
-        starts.append(f"p - {residue('p', size)}")
-        ends.append(f"p - {residue('p', size)} + {size}")
-    if r.query_below < FAR:
-        ends.append(f"where(p < {r.query_below}, m, 0)")
-    if r.query_class[0] > 1:
-        ends.append(f"where({residue('p', r.query_class[0])} == {r.query_class[1]}, m, 0)")
-    first, end = _nested("maximum", starts), _nested("minimum", ends)
-    step, rest = (r.divisor, residue("p", r.divisor)) if r.divisor > r.key_class[0] else (*r.key_class,)
-    if step > 1:
-        first = f"({first}) + (({rest} - ({first})) % {step} + {step}) % {step}"
-    return first, str(step), end
-
-
-def _nested(name: str, terms: list[str]) -> str:
-    return terms[0] if len(terms) == 1 else f"{name}({_nested(name, terms[:-1])}, {terms[-1]})"
-
-
-def residue(name: str, k: int) -> str:
-    """The remainder with the sign of k, as in Python: in C it has the sign of the position, which may be below 0."""
-    return f"({name} % {k} + {k}) % {k}"
-
-
-@lru_cache(maxsize=4096)
-def keys_visited(pattern: Pattern, p: int, m: int) -> int:
-    """How many keys the kernel reads for a query at p."""
-    names = {"maximum": max, "minimum": min, "where": lambda condition, a, b: a if condition else b}
-    found = [eval(x, {**names, "p": p, "m": m}) for x in run_formulas(pattern) or ()]
-    return sum(max(0, -(-(end - first) // step)) for first, step, end in zip(*[iter(found)] * 3))

@@ -97,8 +97,8 @@ def _pairs(r: Relation, n: int, m: int, start: int, step: int, budget: _Budget) 
     if not r.reads_query:
         return n * int(row_counter({r: 1}, m, start, step)(np.zeros(1, dtype=np.int64))[0])
     if r.query_class[0] > 1:  # count over the queries of that class alone
-        t, by = solve(start, step, *r.query_class)
-        left = len(range(t, n, by)) if by else 0
+        t, by, some = solve(start, step, *r.query_class)
+        left = len(range(t, n, by)) if some else 0
         rest = replace(r, query_class=(1, 0))
         return _pairs(rest, left, m, start + step * t, step * by, budget) if left else 0
     if r.key_class[0] > 1 and step == 1 and start % r.divisor == 0 and not (start and r.blocks):

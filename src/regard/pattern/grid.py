@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from .. import value
 from ..errors import ShapeError, SpecError
@@ -229,6 +231,15 @@ class neighborhood(Pattern):
             runs.append(np.column_stack([some * width + begin[some], count**0, count, 0 * count]))
         tiles = np.array([(first, 1, min(rows, self.size - first)) for first in firsts])
         return tiles, np.cumsum([0, *map(len, runs)]), np.concatenate(runs)
+
+    def by_blocks(self, count: int) -> Int[Tensor, " size"]:
+        """All positions, block by block of the grid, of about `count` positions each."""
+        at = torch.arange(self.size, device="cpu")
+        side = round(count ** (1 / len(self.grid)))
+        block, inner = torch.zeros_like(at), torch.zeros_like(at)
+        for length, x in zip(self.grid, self.coordinates(at)):
+            block, inner = block * -(-length // side) + x // side, inner * side + x % side
+        return (block * side ** len(self.grid) + inner).argsort()
 
     def fits(self, m: int, last: int = -1) -> None:
         if m != self.size:

@@ -1,5 +1,6 @@
 """A pattern for each query head."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -47,6 +48,21 @@ class per_head(Pattern):
             raise ShapeError(
                 f"per_head has {len(self.patterns)} patterns for {heads} query heads; give one for each head"
             )
+
+    def launches(self, group: int) -> list[tuple[Pattern, list[int], list[int]]]:
+        """Heads that run together, with their key heads: of one pattern, and as many of them in each group of heads
+        that share their keys. group: heads that do."""
+        together: dict[tuple[Pattern, int], list[int]] = defaultdict(list)
+        for first in range(0, len(self.patterns), group):
+            members: dict[Pattern, list[int]] = defaultdict(list)
+            for head in range(first, first + group):
+                members[self.patterns[head]].append(head)
+            for pattern, heads in members.items():
+                together[pattern, len(heads)] += heads
+        return [
+            (pattern, heads, list(dict.fromkeys(head // group for head in heads)))
+            for (pattern, _), heads in together.items()
+        ]
 
     def allows(self, i, j):
         """One truth value for each head; of tensors, along an axis in front of the last two."""

@@ -141,14 +141,19 @@ class Relation:
             holds.append(j == j)
         return reduce(and_, holds)
 
-    def keys(self, i: NDArray[np.integer]) -> Progression:
-        """The keys of the queries at positions i, one progression each; bounds may lie beyond the last key."""
+    def ends(self, i: NDArray[np.integer]) -> tuple[PerQuery, PerQuery]:
+        """The first and the last key of the queries at positions i by bounds and blocks; both move on with i."""
         lo: PerQuery = i - self.far if self.far < FAR else -FAR
         hi: PerQuery = i - self.near if self.near > -FAR else FAR
         hi = sooner(hi, self.key_below - 1 if self.key_below < FAR else FAR)
         for size in self.blocks:
             begin = i // size * size
             lo, hi = later(lo, begin), sooner(hi, begin + size - 1)
+        return lo, hi
+
+    def keys(self, i: NDArray[np.integer]) -> Progression:
+        """The keys of the queries at positions i, one progression each; bounds may lie beyond the last key."""
+        lo, hi = self.ends(i)
         if self.query_below < FAR:
             hi = np.where(i < self.query_below, hi, -1)
         if self.query_class[0] > 1:
@@ -180,8 +185,8 @@ def _meet(a: Residue, b: Residue) -> Residue | None:
         return b
     if b[0] == 1:
         return a
-    t, by = solve(a[1], a[0], *b)
-    return (lcm(a[0], b[0]), a[1] + a[0] * t) if by else None
+    t, by, some = solve(a[1], a[0], *b)
+    return (a[0] * by, a[1] + a[0] * t) if some else None
 
 
 EVERYTHING = Relation()

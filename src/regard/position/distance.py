@@ -2,10 +2,12 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import einsum, rearrange
 from jaxtyping import Float, Int, Real
 from torch import Tensor
 
@@ -58,6 +60,36 @@ class ByDistance:
     ) -> Float[Tensor, "*b h n m"]:
         """The bias of every pair, n × m for each head."""
         return rearrange(self.at(offsets(q_positions, k_positions)), "h ... n m -> ... h n m")
+
+    def along(self, low: int, high: int) -> Float[Tensor, "h x"]:
+        """The bias at distances low … high. Its gradient is summed in one order; that of indexing is not."""
+        parts, reach = [], self.reach
+        if self.table is not None:
+            near = self.table[:, max(low + reach, 0) : max(high + reach + 1, 0)]
+            first = self.table[:, :1].expand(-1, max(min(high + 1, -reach) - low, 0))
+            last = self.table[:, -1:].expand(-1, max(high - max(low - 1, reach), 0))
+            parts.append(torch.cat([first, near, last], -1))
+        if self.slopes is not None:
+            slopes = at_least_float32(self.slopes)
+            distances = torch.arange(low, high + 1, dtype=slopes.dtype, device=slopes.device).abs()
+            parts.append(-einsum(slopes, distances, "h, x -> h x"))
+        return reduce(add, parts)
+
+    def along_backward(
+        self, de: Float[Tensor, "h x"], low: int, high: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of table and slopes: those of far distances are summed into the ends of the table."""
+        table, slopes, reach = None, None, self.reach
+        if self.table is not None:
+            table = torch.zeros_like(self.table, dtype=de.dtype)
+            first, last = max(low, -reach), min(high, reach)
+            if first <= last:
+                table[:, first + reach : last + reach + 1] = de[:, first - low : last - low + 1]
+            table[:, 0] += de[:, : max(min(high + 1, -reach) - low, 0)].sum(-1)
+            table[:, -1] += de[:, max(reach + 1 - low, 0) :].sum(-1)
+        if self.slopes is not None:
+            slopes = -(de @ torch.arange(low, high + 1, dtype=de.dtype, device=de.device).abs())
+        return table, slopes
 
 
 def alibi_slopes(heads: int, device: torch.device | None = None) -> Float[Tensor, "{heads}"]:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
 from regard.engine.attention import attention
-from regard.engine.cpu import distance_bias, tiles
 from regard.engine.cpu import layout as layouts
+from regard.engine.cpu import tiles
 from regard.engine.cpu.strided_layout import layout
 from regard.engine.plan import NoPlan
 from regard.pattern import causal, dilated, every, full, query_offset, rows, window
@@ -200,9 +200,7 @@ def test_two_runs_agree_bit_for_bit(monkeypatch):
 @given(st.integers(0, 12), st.integers(-30, 30), st.integers(0, 40))
 def test_the_bias_along_a_line_is_the_bias_at_each_distance(reach, low, span):
     bias = biases(reach=reach)["both"]
-    torch.testing.assert_close(
-        distance_bias.along(bias, low, low + span), bias.at(torch.arange(low, low + span + 1))
-    )
+    torch.testing.assert_close(bias.along(low, low + span), bias.at(torch.arange(low, low + span + 1)))
 
 
 # Dropout

@@ -11,9 +11,9 @@ from regard.engine.cpu import layout as layouts
 from regard.engine.cpu import strided_layout
 from regard.engine.cpu.layout import TileGroup
 from regard.engine.cpu.strided_layout import from_plans, layout, merged_layouts
-from regard.engine.parts import NoPlan
 from regard.engine.plan import plan
 from regard.pattern import blocks, causal, every, full, prefix, rows, sinks, strided, window
+from regard.pattern.parts import NoPlan
 from tile_cases import MIXED, WORDS, check, small, tensors
 
 

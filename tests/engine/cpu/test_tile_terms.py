@@ -11,7 +11,8 @@ from regard.engine.backends import PREPARED
 from regard.engine.cpu import tiles
 from regard.engine.cpu.strided_layout import layout
 from regard.engine.explain import explain
-from regard.engine.plan import keys_of_query
+from regard.pattern import one_query
+from regard.pattern.one_query import keys_of_query
 from tile_cases import MIXED, WORDS, assert_as_exact, small, tensors, with_gradients
 
 f32, f64 = torch.float32, torch.float64
@@ -222,9 +223,7 @@ def test_a_step_of_decoding_makes_no_new_plan(monkeypatch):
     pattern = rg.causal() & (rg.window(70) | rg.every(31))
     rg.attention(q, k[:, :, :4801], v[:, :, :4801], pattern)
     layout.cache_clear()
-    from regard.engine import plan
-
-    before = plan._keys_of_queries.cache_info().misses
+    before = one_query._keys_of_queries.cache_info().misses
     for m in range(4802, 4865):
         rg.attention(q, k[:, :, :m], v[:, :, :m], pattern)
-    assert plan._keys_of_queries.cache_info().misses == before and layout.cache_info().misses == 0
+    assert one_query._keys_of_queries.cache_info().misses == before and layout.cache_info().misses == 0

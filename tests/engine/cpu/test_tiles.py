@@ -13,8 +13,8 @@ from pattern_strategies import offsets, patterns
 from regard.engine.cpu import gathered_layout, tiles
 from regard.engine.cpu.layout import TileGroup
 from regard.engine.cpu.strided_layout import concatenated_layouts, layout, merged_layouts
-from regard.engine.parts import NoPlan
 from regard.pattern import causal, dilated, every, full, rows, sinks, strided, window
+from regard.pattern.parts import NoPlan
 from regard.position import ByDistance
 from tile_cases import MIXED, WORDS, assert_as_exact, attend, check, formula, small, tensors, with_gradients
 

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.engine.plan import MAX_RUNS, keys_visited, run_formulas
 from regard.pattern import (
     blocks,
     causal,
@@ -18,6 +17,7 @@ from regard.pattern import (
     strided,
     window,
 )
+from regard.pattern.one_query import MAX_RUNS, keys_visited, run_formulas
 
 WORDS = [
     full(), causal(), window(5), window(3, 9), dilated(4, 3), every(5, 2), strided(6), rows(4, 1), sinks(3),

@@ -33,7 +33,7 @@ TILE, BLOCK = 16, 8
 
 def made(pattern, n, m, by_keys, place=(0, 1)):
     from regard.engine.cuda.tile_lists import tile_lists
-    from regard.engine.parts import row_steps
+    from regard.pattern.parts import row_steps
 
     allowed = pattern.allowed(n, m, place).numpy()
     allowed = np.ascontiguousarray(allowed.T) if by_keys else allowed

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...pattern import At, Pattern, full, tree, where
+from ...pattern.one_query import keys_of_query
 from ...position import ByDistance
 from ...reference import softcapped
 from ..call import Call, CallFacts, Outputs, Prepared, needs_grad, zeros_in
 from ..compiled_ops import sparse_attention
-from ..plan import NoPlan, keys_of_query, why_masked
+from ..plan import NoPlan, why_masked
 from . import documents, gathered_layout
 from .kernels import fused_forward, join, max_saved
 from .layout import Layout

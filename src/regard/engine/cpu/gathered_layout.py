@@ -18,8 +18,8 @@ from torch import Tensor
 from ... import compat
 from ...pattern import BlockGrid, Pattern, neighborhood
 from ...pattern.classification import BLOCK
+from ...pattern.parts import row_steps
 from ..call import Place
-from ..parts import row_steps
 from .kernels import SAVED_WEIGHTS, Buffers, product
 
 MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
@@ -123,8 +123,7 @@ def gathered_by_rows(place: Place) -> tuple[Gathering, ...] | None:
 
     Cached for the tensors as they are: a change in place has another version, unless it is unknown.
     """
-    data = [x for leaf in place[0].leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
-    versions = tuple(map(compat.version, data))
+    versions = tuple(map(compat.version, place[0].tensors()))
     make = _gathered_by_rows.__wrapped__ if None in versions else _gathered_by_rows
     return make(place, versions)
 
@@ -159,15 +158,8 @@ def _gathered_by_rows(place: Place, versions: tuple[int | None, ...]) -> tuple[G
 
 def _blocks(pattern: Pattern, n: int) -> Int[Tensor, " n"]:
     """All queries; those of one block of a grid one after the other, as they have most keys in common."""
-    grids = [leaf for leaf in pattern.leaves() if isinstance(leaf, neighborhood)]
-    order = torch.arange(n, device="cpu")
-    if not grids or grids[0].size != n:
-        return order
-    side = round(DATA_ROWS ** (1 / len(grids[0].grid)))
-    place, inner = torch.zeros_like(order), torch.zeros_like(order)
-    for length, x in zip(grids[0].grid, grids[0].coordinates(order)):
-        place, inner = place * -(-length // side) + x // side, inner * side + x % side
-    return (place * side ** len(grids[0].grid) + inner).argsort()
+    grids = [leaf for leaf in pattern.leaves() if isinstance(leaf, neighborhood) and leaf.size == n]
+    return grids[0].by_blocks(DATA_ROWS) if grids else torch.arange(n, device="cpu")
 
 
 class GatheredLayout:

@@ -187,6 +187,41 @@ def join(
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 
+# A bias by distance is a vector e of each head. With the rows of a tile in reverse order, the bias of a tile is
+# e[first + a·r + c·l], a and c positive: a view of e (TileGroup.bias_of), and nothing is n × m. Its gradient is a sum
+# along the anti-diagonals of the tile, which are the columns of another view.
+
+
+def padded(shape: tuple[int, int, int], buffers: Buffers) -> Float[Tensor, "t r l"]:
+    """Memory for ds in which each row is followed by as many zeros as there are rows."""
+    t, r, l = shape
+    buffer = buffers("padded", t, r, l + r)
+    buffer[..., l:].zero_()
+    return buffer[..., :l]
+
+
+def add_along_diagonals(
+    de: Float[Tensor, "heads x"], ds: Float[Tensor, "t r l"], diagonals: tuple[int, int, int]
+) -> None:
+    """de[first + a·r + c·l] += Σ_t ds[t, r, l]; the tiles are those of one head, or one of each head.
+
+    Where a = c: rows are followed by zeros (`padded`), so read with a pitch of one less, row r is shifted by r.
+    """
+    (first, a, c), (t, r, l) = diagonals, ds.shape
+    if a == c:
+        pitch = l + r - 1
+        shifted = ds.as_strided((t, r, pitch), (r * (l + r), pitch, 1))
+        columns = torch.bmm(ds.new_ones(1, 1, r).expand(t, 1, r), shifted)[:, 0]  # a sum, but faster
+        columns = columns.sum(0, keepdim=True) if len(de) == 1 else columns
+        de[:, first : first + c * (pitch - 1) + 1 : c] += columns
+        return
+    ds = ds.sum(0, keepdim=True) if len(de) == 1 else ds
+    chunk = c // a if c % a == 0 else 1  # this many rows reach no entry twice
+    for low in range(0, r, chunk):
+        rows, there = ds[:, low : low + chunk], de[:, first + a * low :]
+        there.as_strided(rows.shape, (de.stride(0), a, c)).add_(rows)
+
+
 # PyTorch's fused CPU attention with its log-sum-exp, which is private and reached through compat.py. Corrected here
 # is what it does on torch 2.11 and 2.13: an empty row has lse 0, not −∞; a bool mask is silently wrong in the
 # backward; no queries or no keys end the process; d_v has to equal d_k.

@@ -234,6 +234,17 @@ class TileGroup:
         """The keys of each tile, without the shared ones; tiles may overlap."""
         return _view(x, self.tiles, self.keys, self.key, self.key_shift, self.key_step)
 
+    def bias_of(self, e: Float[Tensor, "heads x"], smallest: int) -> Float[Tensor, "heads r l"]:
+        """The bias by distance of the first tile, rows from the last to the first: entry x of e is that at distance
+        x + smallest."""
+        first, a, c = self.diagonals(smallest)
+        return e[:, first:].as_strided((len(e), self.rows, self.keys), (e.stride(0), a, c))
+
+    def diagonals(self, smallest: int) -> tuple[int, int, int]:
+        """first, a, c: entry first + a·r + c·l of e is the bias of row r, counted from the last, and key l."""
+        last = self.start + self.step * (self.row + self.row_step * (self.rows - 1))
+        return self.key - last - smallest, self.step * self.row_step, self.key_step
+
     def add_to_keys(self, into: Float[Tensor, "heads m d"], part: Float[Tensor, "heads t l d"]) -> None:
         """into[key l of tile t] += part[t, l], always in the same order: tiles without a common key at once."""
         if self.key_shift == 0:

@@ -16,9 +16,9 @@ from math import gcd, lcm
 import numpy as np
 
 from ...pattern import Pattern, Relation, every
+from ...pattern.parts import NoPlan, relations
 from ...progression import FAR
 from ..call import has_empty_row
-from ..parts import NoPlan, relations
 from ..plan import Pass, Plan, plan
 from .layout import MAX_CONCATENATED, NARROW, WIDE, Layout, TileGroup
 

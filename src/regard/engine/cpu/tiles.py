@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -27,8 +28,7 @@ from ...pattern import At, Pattern, positions
 from ...position import ByDistance
 from .. import reference_backend
 from ..call import Call
-from . import distance_bias, kernels
-from .distance_bias import along, along_backward, for_each_batch_row, padded
+from . import kernels
 from .gathered_layout import GatheredLayout, GatheredPiece
 from .kernels import Buffers, with_buffers
 from .layout import Layout, Piece, TileGroup
@@ -106,7 +106,7 @@ class Executor:
             torch.mul(s, s, out=self.buffers("tanh²", *piece.scores))
             s.mul_(softcap)
         if e is not None:
-            s.add_(distance_bias.in_tile(e[piece.heads], piece.tiles, self.call.distances[0]))
+            s.add_(piece.tiles.bias_of(e[piece.heads], self.call.distances[0]))
         return s if mask is None else s.add_(mask)
 
     def backward(
@@ -124,7 +124,7 @@ class Executor:
         w = self._weights(piece, q, k, rows, e) if saved is None else saved
         # Where parts are put side by side, the scale is applied in that step, and ds carries it on to dq and dk.
         inner, outer = (self.scale, 1.0) if len(v) > 1 else (1.0, self.scale)
-        ds = buffers("ds", *piece.scores) if de is None else padded(piece.scores, buffers)
+        ds = buffers("ds", *piece.scores) if de is None else kernels.padded(piece.scores, buffers)
         kernels.scores(do, v, inner, ds, buffers)
         dropout = self.dropout(ds)
         ds = ds if dropout is None else ds.mul_(dropout)
@@ -137,7 +137,8 @@ class Executor:
             ds.addcmul_(w, self._row(piece, rows["dlse"]))
         if de is not None:
             assert isinstance(piece, Piece)
-            distance_bias.add_gradient(de[piece.heads], ds, piece.tiles, self.call.distances[0])
+            diagonals = piece.tiles.diagonals(self.call.distances[0])
+            kernels.add_along_diagonals(de[piece.heads], ds, diagonals)
         if self.call.softcap is not None:  # d tanh = 1 − tanh²
             ds.addcmul_(ds, buffers("tanh²", *piece.scores), value=-1.0)
         dq = piece.rows_of(rows["dq"])
@@ -171,7 +172,7 @@ class Executor:
         triangle = group.triangle and e is None
         mask = None if triangle or (own := group.mask(q.dtype)) is None else own[0]
         if e is not None:
-            q, bias = q.flip(2), distance_bias.in_tile(e, group, self.call.distances[0])[:, None]
+            q, bias = q.flip(2), group.bias_of(e, self.call.distances[0])[:, None]
             bias = bias if mask is None else bias + mask
             mask = bias if bias.stride(-1) == 1 else bias.contiguous()
         part, part_lse = kernels.fused_forward(q, k, v, self.scale, mask, triangle, group.empty_rows)
@@ -240,7 +241,7 @@ class TileAttention:
     # The bias is a vector e of each head; entry x is the bias at distance x + the smallest distance.
 
     def along(self, bias: ByDistance | None, dtype: torch.dtype) -> Tensor | None:
-        return None if bias is None else along(bias, *self.distances).to(dtype)
+        return None if bias is None else bias.along(*self.distances).to(dtype)
 
     @cached_property
     def distances(self) -> tuple[int, int]:
@@ -261,7 +262,7 @@ class TileAttention:
         if not self.one_softmax:
             rows["lse"] = q.new_full(q.shape[:3], -inf)
         if e is not None:
-            rows["e"] = for_each_batch_row(e, len(q))
+            rows["e"] = repeat(e, "h x -> b h x", b=len(q)).contiguous()
         numbers = sum(x.numel() for x in (q, k, v, rows["o"]))
         run = Executor(self, scale, buffers, kernels.max_saved(numbers) if self.learns else 0)
         for layout, of_rows, of_keys in self._heads(rows, {"k": k, "v": v}):
@@ -324,7 +325,7 @@ class TileAttention:
         if not self.one_softmax:
             rows |= self._merged_rows(do, saved)
         if saved.e is not None:
-            rows["e"] = for_each_batch_row(saved.e, len(q))
+            rows["e"] = repeat(saved.e, "h x -> b h x", b=len(q)).contiguous()
             rows["de"] = torch.zeros_like(rows["e"])
         keys: dict[str, Any] = {"k": k, "v": v, "dk": [], "dv": []}
         if not gathered:
@@ -460,4 +461,4 @@ def attend_backward(
     *grads, de = with_buffers(call.backward, grad.to(dtype), saved, of_bias and bias is not None)
     if bias is None or de is None:
         return *grads, None, None
-    return *grads, *along_backward(de, bias, *call.distances)
+    return *grads, *bias.along_backward(de, *call.distances)

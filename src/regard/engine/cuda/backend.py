@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ...errors import BackendError
 from ...pattern import Pattern, full, neighborhood
+from ...pattern.one_query import keys_visited, run_formulas
 from ...position import ByDistance
 from .. import reference_backend
 from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared, needs_grad
 from ..compiled_ops import sample_seed, sparse_attention
-from ..plan import keys_visited, plan, run_formulas, why_masked
+from ..plan import plan, why_masked
 from .call import CallLayout, Task, contiguous, one_launch, task
 from .documents import Packed, read
 

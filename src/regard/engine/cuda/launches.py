@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from ..plan import keys_visited, run_formulas
+from ...pattern.one_query import keys_visited, run_formulas
 from .backend import decodes
 from .call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, one_launch_config, padded
 from .mask import compiled, runs

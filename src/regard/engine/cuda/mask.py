@@ -13,8 +13,8 @@ import triton.language as tl
 from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, full, neighborhood
 from ...pattern.classification import of_relation
 from ...pattern.clauses import conjuncts
+from ...pattern.one_query import residue, run_formulas
 from ...progression import FAR
-from ..plan import residue, run_formulas
 
 
 def expression(pattern: Pattern) -> str:
@@ -58,7 +58,7 @@ def compiled(pattern: Pattern) -> Any:
 
 @lru_cache(maxsize=1024)
 def runs(pattern: Pattern) -> Any:
-    """The progressions of keys of one query (see plan.run_formulas) as a Triton function of p and m."""
+    """The progressions of keys of one query (see one_query.run_formulas) as a Triton function of p and m."""
     body = re.sub(r"\b(maximum|minimum|where)\(", r"tl.\1(", ", ".join(run_formulas(pattern) or ()))
     return function("runs", "p, m", f"({body},)", triton.jit, {"tl": tl})
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ...pattern import Pattern, full, neighborhood
 from ...pattern.grid import Axis
+from ...pattern.parts import row_steps
 from ...progression import Ints
 from ..call import Place
-from ..parts import row_steps
 from .call import Config
 from .schedule import (
     BEGINS,

@@ -9,7 +9,6 @@ ring buffer; the rows of the next tile are copied as soon as the last scores of 
 from .forward import (
     _copy,
     _copy_block,
-    _copy_keys,
     _hide_keys,
     _keys,
     _mine,
@@ -17,7 +16,6 @@ from .forward import (
     _put_part,
     _row,
     _spot,
-    _spot_of_keys,
     _store,
     async_copy,
     warpgroup_mma,
@@ -146,11 +144,11 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     product_k = scores_of(qs, ks, zero, S)
     product_v = scores_of(dos, vs, zero, S)
     bits = bits_of(mask, MASKS, mark, zero, S)
-    spot = _spot_of_keys(ahead, c, MASKS, limits, S)
+    spot = _spot(ahead, c, MASKS, limits, S)
     if t < last:
-        _copy_keys(ks_next, K, spot, k_m, c, limits, S)
+        _copy_block(ks_next, K, spot, k_m, c, limits, S)
         if gl.num_warps() == 4:
-            _copy_keys(vs_next, V, spot, v_m, c, limits, S)
+            _copy_block(vs_next, V, spot, v_m, c, limits, S)
     fetch_words(ring, BLOCKS, gl.minimum(t + 2, last))
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
@@ -158,13 +156,13 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     curved = capped(products, curve, S)
     scores = hide(curved, bits, mark)
     if S.LENGTHS:
-        scores = _hide_keys(scores, _spot_of_keys(_row(words, S)[0], c, MASKS, limits, S), limits, S)
+        scores = _hide_keys(scores, _spot(_row(words, S)[0], c, MASKS, limits, S), limits, S)
     weights = _sloped(gl.exp2(scores * scale2 - lse2[:, None]), curved, S)
     dweights = warpgroup_mma_wait(0, deps=[product_v])
     if gl.num_warps() == 8:
         barrier()
         if t < last:
-            _copy_keys(vs_next, V, spot, v_m, c, limits, S)
+            _copy_block(vs_next, V, spot, v_m, c, limits, S)
     if ends & (t < last):
         barrier()
         _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, read_words(ring, t + 1), q_n, do_n, o_n, S)
@@ -303,9 +301,9 @@ def _fetch_rows(place, row, word, c, flat, given, S: gl.constexpr, WAITS: gl.con
     if S.GROUP > 1:
         g = (word >> 16).to(gl.int64)
         Q, DO, LSE2, DELTA = Q + g * q_h, DO + g * do_h, LSE2 + g * n, DELTA + g * n
-    spot = _spot(row, c, MASKS, S)
-    _copy_block(qs, Q, spot, q_n, c, S)
-    _copy_block(dos, DO, spot, do_n, c, S)
+    spot = _spot(row, c, MASKS, None, S)
+    _copy_block(qs, Q, spot, q_n, c, None, S)
+    _copy_block(dos, DO, spot, do_n, c, None, S)
     if WAITS:
         flat = awaited(flat)
     f = _keys(row, flat, MASKS, S)

@@ -272,21 +272,17 @@ def _copy(place, X, x, stride, S: gl.constexpr):
 
 
 @gluon.jit
-def _spot(row, c, MASKS, S: gl.constexpr):
-    """A block's rows: first, step and number if it is one segment, else the row of each column; its mask's number."""
-    if S.SEGMENTS == 1:
-        return row[0], row[1], row[8] & 255, row[8] >> 8
-    else:
-        return row[0], _keys(row, c, MASKS, S), row[8] & 255, row[8] >> 8
+def _spot(row, c, MASKS, limits, S: gl.constexpr):
+    """A block's rows: first, step and number if it is one segment, else the row of each column; its mask's number.
 
-
-@gluon.jit
-def _spot_of_keys(row, c, MASKS, limits, S: gl.constexpr):
-    """The same of a block of keys; where each column has its own key, it is −1 if the lengths hide it."""
-    if S.LENGTHS and S.SEGMENTS > 1:
-        return row[0], visible(_keys(row, c, MASKS, S), limits, S), row[8] & 255, row[8] >> 8
-    else:
-        return _spot(row, c, MASKS, S)
+    limits: of a block of keys, where those of single columns are −1 if the lengths hide them; None: of queries.
+    """
+    rows = row[1]
+    if S.SEGMENTS > 1:
+        rows = _keys(row, c, MASKS, S)
+        if limits is not None:
+            rows = visible(rows, limits, S)
+    return row[0], rows, row[8] & 255, row[8] >> 8
 
 
 @gluon.jit
@@ -305,23 +301,16 @@ def _hide_keys(scores, spot, limits, S: gl.constexpr):
 
 
 @gluon.jit
-def _copy_block(place, X, spot, stride, c, S: gl.constexpr):
-    """Start to copy the rows of a block, zeros for its empty columns. For one segment, an address is one product."""
+def _copy_block(place, X, spot, stride, c, limits, S: gl.constexpr):
+    """Start to copy the rows of a block, zeros for its empty columns and, unless limits is None, for keys that the
+    lengths hide. For one segment, an address is one product."""
     if S.SEGMENTS == 1:
-        rows = _addresses(X, spot[0] * stride + spot[1] * stride * c, S.D)
-        fetch(place, rows, mask=_within(c < spot[2], S))
+        rows, there = _addresses(X, spot[0] * stride + spot[1] * stride * c, S.D), c < spot[2]
+        if S.LENGTHS and limits is not None:
+            there = there & (visible(spot[0] + spot[1] * c, limits, S) >= 0)
+        fetch(place, rows, mask=_within(there, S))
     else:
         _copy(place, X, spot[1], stride, S)
-
-
-@gluon.jit
-def _copy_keys(place, X, spot, stride, c, limits, S: gl.constexpr):
-    """The same of a block of keys, where zeros take the place of hidden ones too."""
-    if S.LENGTHS and S.SEGMENTS == 1:
-        rows = _addresses(X, spot[0] * stride + spot[1] * stride * c, S.D)
-        fetch(place, rows, mask=_within((c < spot[2]) & (visible(spot[0] + spot[1] * c, limits, S) >= 0), S))
-    else:
-        _copy_block(place, X, spot, stride, c, S)
 
 
 @gluon.jit
@@ -365,21 +354,21 @@ def hopper_forward(
     row, mark = _row(load_words(CHUNKS + 4, 0, S), S)
     following, coming = _row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
     _fetch_queries(qs, Q, row, mark, q_n, S)
-    begun = _spot_of_keys(row, c, MASKS, limits, S)
-    _copy_keys(ks, K, begun, k_m, c, limits, S)
+    begun = _spot(row, c, MASKS, limits, S)
+    _copy_block(ks, K, begun, k_m, c, limits, S)
     async_copy.commit_group()
     first, hop, _ = _tile(row, mark)
     next_first, next_hop, _ = _tile(following, coming)
     row, after = _row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)
-    spot, bits = _spot_of_keys(following, c, MASKS, limits, S), bits_of(begun[3], MASKS, mark, zero, S)
+    spot, bits = _spot(following, c, MASKS, limits, S), bits_of(begun[3], MASKS, mark, zero, S)
     async_copy.wait_group(0)
     barrier()
     # Not before: all programs start at once and wait for memory, and the first product needs no values.
-    _copy_keys(vs.index(0), V, begun, v_m, c, limits, S)
+    _copy_block(vs.index(0), V, begun, v_m, c, limits, S)
     async_copy.commit_group()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
     barrier()
-    _copy_keys(ks, K, spot, k_m, c, limits, S)
+    _copy_block(ks, K, spot, k_m, c, limits, S)
     if lo < last:  # a first tile of one block
         _fetch_queries(qs, Q, following, coming, q_n, S)
     async_copy.commit_group()
@@ -405,13 +394,13 @@ def hopper_forward(
             hopper.fence_async_shared()  # the one before the product with keys did not wait for the values
             barrier()
         product_v = warpgroup_mma(unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
-        ahead, bits = _spot_of_keys(row, c, MASKS, limits, S), bits_of(spot[3], MASKS, coming, zero, S)
+        ahead, bits = _spot(row, c, MASKS, limits, S), bits_of(spot[3], MASKS, coming, zero, S)
         later_row, later = _row(load_words(BLOCKS, gl.minimum(t + 3, last), S), S)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
-        _copy_keys(ks, K, ahead, k_m, c, limits, S)
+        _copy_block(ks, K, ahead, k_m, c, limits, S)
         if VALUES == 2:
-            _copy_keys(vs.index(1 - at), V, spot, v_m, c, limits, S)
+            _copy_block(vs.index(1 - at), V, spot, v_m, c, limits, S)
         if t + 2 <= last:
             _fetch_queries(qs, Q, row, after, q_n, S)
         async_copy.commit_group()
@@ -420,7 +409,7 @@ def hopper_forward(
         acc = warpgroup_mma_wait(0, deps=[product_v])
         if VALUES == 1 and not begins:
             barrier()
-            _copy_keys(vs.index(0), V, spot, v_m, c, limits, S)
+            _copy_block(vs.index(0), V, spot, v_m, c, limits, S)
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
             pending = _close(
@@ -429,7 +418,7 @@ def hopper_forward(
             acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
             if VALUES == 1:
                 barrier()
-                _copy_keys(vs.index(0), V, spot, v_m, c, limits, S)
+                _copy_block(vs.index(0), V, spot, v_m, c, limits, S)
         else:
             acc = _faded(acc, fade)
         if VALUES == 1:

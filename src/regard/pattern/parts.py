@@ -17,8 +17,10 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pattern import Pattern, Relation, Word
-from ..progression import FAR, Ints, PerQuery, Progression
+from ..progression import FAR, Ints, PerQuery, Progression, solve
+from .algebra import Pattern
+from .relation import Relation
+from .word import Word
 
 LIMITS = {
     "positions": 1 << 40,
@@ -71,6 +73,12 @@ def row_steps(pattern: Pattern, step: int, by_keys: bool) -> list[int]:
     return sorted({1, *(period // gcd(period, apart) for period in periods)})
 
 
+def common_row_step(pattern: Pattern, step: int, by_keys: bool) -> int:
+    """The step at which all rows of a tile agree in every residue; 1 where it is out of reach."""
+    period = lcm(*(residue_period(r) for r in relations(pattern, by_keys).values()))
+    return period // gcd(period, step) if period < FAR else 1
+
+
 @dataclass(frozen=True)
 class Axis:
     """Index r of count is at position start + step · r."""
@@ -79,7 +87,7 @@ class Axis:
     start: int = 0
     step: int = 1
 
-    def index(self, position: Ints) -> Ints:
+    def index(self, position: PerQuery) -> Ints:
         """The first index at or after a position, within 0 … count."""
         return np.clip(-((self.start - position) // self.step), 0, self.count)
 
@@ -146,49 +154,35 @@ class Bounds:
 def bounds(relation: Relation, tiles: Tiles, ys: Axis) -> Bounds:
     """Outer and inner interval, and the residue of y, of one word for every tile."""
     x0, x1 = tiles.low, tiles.high
-    outer_lo, outer_hi = x0 - relation.far, x1 - relation.near
-    inner_lo, inner_hi = x1 - relation.far, x0 - relation.near
+    (first_lo, first_hi), (last_lo, last_hi) = relation.ends(x0), relation.ends(x1)
     some, each = x0 < relation.query_below, x1 < relation.query_below
     for size in relation.blocks:
-        b0, b1 = x0 // size * size, x1 // size * size
-        outer_lo, outer_hi = np.maximum(outer_lo, b0), np.minimum(outer_hi, b1 + size - 1)
-        inner_lo, inner_hi = np.maximum(inner_lo, b0), np.minimum(inner_hi, b0 + size - 1)
-        each = each & (b0 == b1)
+        each = each & (x0 // size == x1 // size)
     if relation.query_class[0] > 1:
-        nth, by = _solve(x0, tiles.stride, *relation.query_class)
-        some, each = some & (nth < tiles.rows), each & (nth == 0) & ((by == 1) | (tiles.rows == 1))
+        nth, by, right = solve(x0, tiles.stride, *relation.query_class)
+        some = some & right & (nth < tiles.rows)
+        each = each & right & (nth == 0) & ((by == 1) | (tiles.rows == 1))
     keys = Progression(0, 0, relation.key_class[1], relation.key_class[0])
     if relation.divisor > 1:
         shared = gcd(tiles.stride, relation.divisor)  # what all rows of a tile agree on
         each = each & (shared == relation.divisor)
         keys &= Progression(0, 0, x0 % shared, shared)  # hi < lo where the residues contradict each other
         limit("positions", keys.step, "two residues of one word")
-    residue, modulus = _solve(np.full_like(x0, ys.start), ys.step, keys.step, keys.residue)
-    some, residue = some & (keys.lo <= keys.hi) & (residue < FAR), residue % modulus
-
-    last = relation.key_below - 1
-    outer = _indices(ys, outer_lo, np.minimum(outer_hi, last), some, 0)
-    inner = _indices(ys, inner_lo, np.minimum(inner_hi, last), some & each, outer[0])
+    nth, modulus, right = solve(np.full_like(x0, ys.start), ys.step, keys.step, keys.residue)
+    residue = np.where(right, nth, FAR).astype(np.int64) % modulus
+    some = some & (keys.lo <= keys.hi) & right
+    outer = _indices(ys, first_lo, last_hi, some, 0)
+    inner = _indices(ys, last_lo, first_hi, some & each, outer[0])
     return Bounds(outer, inner, modulus, residue)
 
 
-def _indices(ys: Axis, lo: Ints, hi: Ints, real: NDArray[np.bool_], empty: Ints | int) -> tuple[Ints, Ints]:
+def _indices(
+    ys: Axis, lo: PerQuery, hi: PerQuery, real: NDArray[np.bool_], empty: Ints | int
+) -> tuple[Ints, Ints]:
     """The indices of the positions lo … hi, as a half-open interval; where there are none, one at `empty`."""
     lo, hi = ys.index(lo), ys.index(hi + 1)
     real = real & (lo < hi)
     return np.where(real, lo, empty), np.where(real, hi, empty)
-
-
-def _solve(start: Ints, step: int, k: int, residue: PerQuery) -> tuple[Ints, int]:
-    """(t, by): start + step · t ≡ residue (mod k) for t, t + by, …; t = FAR where none does."""
-    g = gcd(step, k)
-    by = k // g
-    difference = np.asarray(residue - start)
-    quotient = difference // g
-    if by > 1 << 30:  # the product could overflow int64: use Python's integers
-        quotient = quotient.astype(object)
-    t = (quotient * pow(step // g, -1, by) % by).astype(np.int64)
-    return np.where(difference % g == 0, t, FAR), by
 
 
 # Cells, and from cells to parts.
