@@ -5,6 +5,7 @@ One bounded cache, shared by all threads, holds every prepared call.
 
 import os
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -28,9 +29,12 @@ PREPARED = Cache(1024)
 
 
 def constants(static: Any) -> Any:
+    return static if INTERPRETED or not isinstance(static, tuple) else _constants(static)
+
+
+@lru_cache(maxsize=256)
+def _constants(static: Any) -> Any:
     """A NamedTuple that a kernel is compiled for, as Triton 3.6 needs it: each field a constant of its own."""
-    if INTERPRETED or not isinstance(static, tuple):
-        return static
     return type(static)(*(x if x is None or callable(x) else tl.constexpr(x) for x in static))
 
 

@@ -52,8 +52,14 @@ class Schedule:
     ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
     chained: bool = False  # … and wait for one another
     masks: Any = None  # of the Hopper kernels: tile_lists.Masks
-    # Of documents: the schedule of each batch row, or one for all; `blocks` and `ends` are those of all, on the host.
-    rows: tuple["Schedule", ...] = ()
+    tiles: Any = (
+        None  # documents.Tiles: of `blocks` there is only the number, as they are made in their order
+    )
+
+    @property
+    def by_row(self) -> bool:
+        """Whether batch rows differ in their tiles."""
+        return self.tiles is not None and self.tiles.rows > 1
 
 
 class Sides(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...progression import Ints
 from .call import Layout, exceeds_int32
-from .schedule import BEGINS, ITEM, MIN_SPLIT, TESTED, DevicePass, DevicePasses, Schedule, repeated
+from .schedule import BEGINS, ITEM, MIN_SPLIT, TESTED, WIDTH, DevicePass, DevicePasses, Schedule, repeated
 from .tile_lists import MEMBERS, Masks
 
 MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
@@ -26,10 +26,10 @@ MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
 MAX_IN_TILE = 8  # blocks of a tile of chained passes: with more, reading rows again matters less than waiting
 MIN_RUN = 256  # blocks of a program where heads take turns: a program's first product waits for memory
 PIECE = 8  # blocks of one piece of a split tile
-MIN_OF_HEAD, MIN_BLOCKS = (
-    8,
-    16,
-)  # documents: programs of a head, so that rounding loses little; blocks of a program
+# Documents: programs of a head, so that rounding loses little; blocks of a program.
+MIN_OF_HEAD, MIN_BLOCKS = 8, 16
+# By how much sharing tiles has to pay, and how many blocks take as long as merging their parts, by estimate.
+MIN_GAIN, MERGING = 1.2, 8
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that rows may use
 
 
@@ -82,7 +82,7 @@ def heads_at_a_time(work: Schedule, heads: int, others: Layout, programs: int) -
     """How many heads run at the same time: all, or if the rows of the other side (two tensors like `others`) do not
     fit into the cache, as few as leave every program enough blocks. If programs share tiles, all do."""
     rows = 2 * 2 * math.prod(others.shape)  # bytes
-    if work.slots or len(work.rows) > 1 or rows <= CACHE:
+    if work.slots or work.by_row or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
     return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)
@@ -104,8 +104,8 @@ def split_work(
     dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
     backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
-    if work.rows:
-        return _split_rows(work, heads, programs, group, multiple, dynamic_share, backwards)
+    if work.tiles is not None:
+        return _split_documents(work, heads, programs, group, multiple, dynamic_share, backwards)
     per_tile, split = np.diff(work.ends, prepend=0), work.slots > 0
     size, table = group * per_tile, work.blocks.cpu().numpy()
     k = min(max(programs // heads, 1), int(size.sum()) if split else len(size))
@@ -158,34 +158,127 @@ def split_work(
     return WorkSplit(move(blocks), move(runs), move(each), move(joins), int(parted.sum()), work.masks.words)
 
 
-def _split_rows(work: Schedule, heads: int, programs: int, group: int, multiple: int, *how: Any) -> WorkSplit:
-    """The same of documents, whose heads stay apart: with all heads in one table, preparing new ids took 40 ms.
+# Packed documents, whose heads stay apart: new ids come at every step, and with all heads in one table preparing them
+# took 40 ms.
 
-    A batch row with tables of its own has programs by its share of the blocks, and then empty ones, so that all rows
-    have as many: a block without members, of a tile without members, writes nothing.
-    """
-    of_row = heads // len(work.rows)
+
+def shares_tiles(tiles: Any, heads: int, programs: int) -> bool:
+    """Whether programs share tiles: if otherwise the longest takes so much more than its share that merging pays."""
+    if tiles.rows > 1 or not len(tiles.blocks):
+        return False
+    size, k = np.sort(tiles.blocks)[::-1], int(_programs_of_rows(tiles, heads, programs)[0])
+    some = size[::k] + 1  # of the k · x + 1 longest tiles, one program has x + 1
+    longest = (some * np.arange(1, len(some) + 1)).max()
+    return bool(size[0] >= MIN_SPLIT and longest > MIN_GAIN * (size + 1).sum() / k + MERGING)
+
+
+def _programs_of_rows(tiles: Any, heads: int, programs: int) -> Ints:
+    """Of the heads of each batch row, by its share of the blocks."""
+    blocks = np.bincount(tiles.row, tiles.blocks, tiles.rows).astype(np.int64)
     turns = -(-MIN_OF_HEAD * heads // programs)  # in which programs run, one after the other
-    cuts, at = [], 0
-    for row in work.rows:
-        k = max(turns * programs * len(row.blocks) // (of_row * len(work.blocks)), 1)
-        k = min(k, max(len(row.blocks) // MIN_BLOCKS, programs // heads))
-        cuts.append(split_work(row, of_row, k * of_row, group, multiple, *how) if len(row.blocks) else None)
-    made = [cut for cut in cuts if cut is not None]
-    empty = made[0].blocks.new_zeros(multiple, made[0].blocks.shape[1])
-    empty[:, 9], empty[0, 9] = TESTED, TESTED | BEGINS
-    blocks = torch.cat([*(cut.blocks for cut in made), empty])
-    last = torch.cat([blocks.new_tensor([len(blocks) - multiple, len(blocks)] * 2), empty[0]])
-    chunks = last.repeat(len(cuts), max(len(cut.chunks) for cut in made), 1)
-    for runs, cut in zip(chunks, cuts):
-        if cut is not None:
-            runs[: len(cut.chunks)] = cut.chunks
-            runs[: len(cut.chunks), :4] += at
-            at += len(cut.blocks)
-    tables = blocks, chunks.flatten(0, 1), blocks.new_full((len(blocks),), -1), made[0].joins
-    masks = work.masks.words
-    blocks, runs, slot, joins = (x.to(masks.device) for x in tables)
-    return WorkSplit(blocks, runs, slot, joins, 0, masks, len(cuts))
+    share = turns * programs * blocks // (heads // tiles.rows * max(int(blocks.sum()), 1))
+    return np.minimum(share, np.maximum(blocks // MIN_BLOCKS, programs // heads)).clip(1)
+
+
+def _split_documents(
+    work: Schedule, heads: int, programs: int, group: int, multiple: int, share: float, backwards: bool
+) -> WorkSplit:
+    """As split_work. A batch row has programs by its share of the blocks, and then empty ones, so that all rows have
+    as many: a block without members, of a tile without members, writes nothing."""
+    tiles = work.tiles
+    size, k = group * tiles.blocks, _programs_of_rows(tiles, heads, programs)
+    if work.slots:
+        tile, begin, end, program = _equal_pieces(size, int(k[0]))
+        each = 1 + int(program[-1])
+    else:
+        found = []
+        for a, b in pairwise(np.searchsorted(tiles.row, np.arange(tiles.rows + 1))):
+            order = np.argsort(-size[a:b], kind="stable")
+            found.append(_in_turn(order, size[a:b], min(int(k[len(found)]), b - a), share, multiple))
+        each = 1 + max(int(x.max(initial=-1)) for x in found)
+        program_of = np.concatenate(found) + each * tiles.row
+        order = np.arange(len(size))[:: -1 if backwards else 1]
+        tile = order[np.argsort(program_of[order], kind="stable")]
+        begin, end, program = np.zeros_like(tile), size[tile], program_of[tile]
+    runs = np.flatnonzero(np.append(True, program[1:] != program[:-1]))
+    # The last block of a run may be repeated, without members.
+    length, last = end - begin, np.append(runs[1:], len(tile)) - 1
+    length[last] += -np.add.reduceat(length, runs) % multiple
+    ends = np.cumsum(length)
+    starts, total = ends - length, int(ends[-1])
+
+    words = np.zeros(
+        (len(tile), WIDTH + 4), dtype=np.int32
+    )  # of each piece, with what its blocks are made of
+    words[:, 0], words[:, 8], words[:, 9] = (
+        tiles.begin[tile],
+        (tiles.end - tiles.begin)[tile],
+        256 * tiles.size[tile],
+    )
+    words[:, 1] = words[:, 11] = 1
+    words[:, 10], words[:, 12], words[:, 13] = tiles.first[tile], tiles.plain[tile], tiles.before[tile]
+    words[:, 14], words[:, 15] = (np.cumsum(tiles.blocks - tiles.plain) - tiles.blocks)[tile], begin - starts
+    blocks = np.repeat(words, length, axis=0)
+    nth = np.arange(total, dtype=np.int32) + blocks[:, 15]
+    empty = (ends - 1)[last[length[last] > (end - begin)[last]]]
+    nth[empty] -= 1
+    if group > 1:
+        head, nth = np.divmod(nth, np.repeat(tiles.blocks[tile].astype(np.int32), length))
+        blocks[:, 9] += 65536 * head
+    plain, before = blocks[:, 12], blocks[:, 13]
+    tested = np.flatnonzero(nth >= plain)
+    number = tiles.numbers[nth[tested] + blocks[tested, 14]]
+    nth = MEMBERS * np.where(nth < plain, nth + before, nth - plain * (nth < plain + before))
+    blocks[:, 0] += nth
+    blocks[:, 8] = np.minimum(blocks[:, 8] - nth, MEMBERS)
+    blocks[tested, 8] += 256 * (1 + number.astype(np.int32))
+    blocks[tested, 9] |= TESTED
+    blocks[starts, 9] |= BEGINS
+    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
+
+    nobody = np.zeros((multiple, WIDTH), dtype=np.int32)
+    nobody[:, 9], nobody[0, 9] = TESTED, TESTED | BEGINS
+    blocks = np.concatenate([blocks[:, :WIDTH], nobody])
+    chunks = np.empty((tiles.rows * each, 4 + WIDTH), dtype=np.int32)
+    chunks[:, :4], chunks[:, 4:] = [total, total + multiple] * 2, nobody[0]
+    of, begins = program[runs], starts[runs]
+    chunks[of, 0], chunks[of, 1], chunks[of, 4:] = begins, np.append(begins[1:], total), blocks[begins]
+    chunks[:, 2:4] = chunks[:, :2]
+    slot, joins, slots = np.zeros(0, dtype=np.int32), np.zeros((0, ITEM), dtype=np.int32), 0
+    if work.slots:
+        parted = (pieces := np.bincount(tile)[tile]) > 1
+        slot, slots = np.where(parted, np.cumsum(parted) - 1, -1), int(parted.sum())
+        at = np.flatnonzero(parted & (begin == 0))
+        joins = np.pad(
+            np.stack([*words[at, 10:12].T, words[at, 9] >> 8, slot[at], pieces[at]], axis=1), ((0, 0), (0, 3))
+        )
+        slot = np.repeat(slot, length)
+    tables = _moved([blocks, chunks, joins, tiles.words, slot], work.masks.words.device)
+    return WorkSplit(tables[0], tables[1], tables[4], tables[2], slots, tables[3], tiles.rows)
+
+
+def _moved(tables: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """By one copy; all but the last have rows of 16 bytes or more, so that each table begins at a multiple of these."""
+    together = torch.from_numpy(np.concatenate([x.ravel() for x in tables]).astype(np.int32)).to(device)
+    return [x.view(y.shape) for x, y in zip(together.split([y.size for y in tables]), tables)]
+
+
+def _equal_pieces(size: Ints, programs: int) -> Ints:
+    """Pieces of tiles, in order, where all programs have as much work, and writing the results of a piece counts as
+    one block: tile, first and end of its blocks, program."""
+    ends, blocks = np.cumsum(size + 1), np.cumsum(size)
+    cuts = ends[-1] * np.arange(1, programs) // programs
+    of = np.searchsorted(ends, cuts, side="right")
+    inside = cuts - (ends - size - 1)[of]
+    inside = np.where(
+        inside < 2, 0, np.where(inside > size[of] - 2, size[of], inside)
+    )  # no very short pieces
+    cuts = (blocks - size)[of] + inside
+    first = np.union1d(blocks - size, cuts[cuts < blocks[-1]])
+    tile = np.searchsorted(blocks, first, side="right")
+    begin = first - (blocks - size)[tile]
+    program = np.unique(np.searchsorted(cuts, first, side="right"), return_inverse=True)[1]
+    return np.stack([tile, begin, begin + np.diff(first, append=blocks[-1]), program])
 
 
 def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles_each: int) -> Ints:
@@ -199,9 +292,12 @@ def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles
     assigned = min(max(int(assigned) + 1, programs), len(size))
     program_of = np.zeros(len(size), dtype=np.int64)
     program_of[order[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
-    for tile in order[:assigned].tolist():
-        work, program_of[tile] = load[0]
-        heapq.heapreplace(load, (work + int(size[tile]) + 1, int(program_of[tile])))
+    chosen = []
+    for more in (size[order[:assigned]] + 1).tolist():
+        work, program = load[0]
+        heapq.heapreplace(load, (work + more, program))
+        chosen.append(program)
+    program_of[order[:assigned]] = chosen
     return program_of
 
 
@@ -399,7 +495,12 @@ def flatten_heads(
     """
     b, h, n, _ = layouts[0].shape
     times = b * h
-    if times == 1 or one.work.slots or one.work.rows or times * len(one.work.blocks) > MAX_BLOCKS:
+    if (
+        times == 1
+        or one.work.slots
+        or one.work.tiles is not None
+        or times * len(one.work.blocks) > MAX_BLOCKS
+    ):
         return one, layouts
     long = as_one_head(layouts)
     # The members whose results count must be the same when all shift by n, and a kernel computes their positions in
