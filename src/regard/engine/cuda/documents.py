@@ -155,7 +155,7 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     masked = blocks - plain
     nth, tile = _nth(masked), np.repeat(np.arange(len(first)), masked)
     key = begin[tile] + MEMBERS * (nth + plain[tile] * (nth >= before[tile]))
-    until = np.minimum(end[tile] - key, MEMBERS)[:, None]
+    until = np.minimum(end[tile] - key, MEMBERS).astype(np.int32)[:, None]
     each = np.ndarray(
         (2, total + 1, MEMBERS), np.int32, ends, 0, (*ends.strides, 4)
     )  # the members from each one on

@@ -26,6 +26,9 @@ hooks_set = compat.triton_hooks()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 PREPARED = Cache(1024)
+# Compiled kernels by what they are compiled for. Launches that differ in their tables and the number of programs, as
+# those of new ids, share one: Triton would take longer to find it than to launch it.
+COMPILED = Cache(1024)
 
 
 def constants(static: Any) -> Any:
@@ -50,6 +53,7 @@ class Launch:
         early: bool = False, cooperative: bool = False, **sizes: Any,
     ):  # fmt: skip
         self.kernel, self.grid, self.numbers = kernel, (programs, 1, 1), numbers
+        self.key = id(kernel), config, early, cooperative, numbers, tuple(sizes.items())
         self.sizes = {name: constants(x) for name, x in sizes.items()}
         # Fused multiply-add. Triton 3.9 warns where this is not stated; 3.10 will not fuse by default.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
@@ -66,9 +70,17 @@ class Launch:
 
     def __call__(self, *given: Tensor | int) -> None:
         """Launch through Triton; the first time, compile for these tensors."""
-        if self.compiled is not None:
-            self.compiled[self.grid](*given, *self.rest)
-            return
+        if self.compiled is None:
+            kinds = ((x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else type(x) for x in given)
+            key = *self.key, current_device(), *kinds
+            if (found := COMPILED.get(key)) is None:
+                self._compile(given)
+                COMPILED.put(key, (self.compiled, self.run, self.handles, self.rest))
+                return
+            self.compiled, self.run, self.handles, self.rest = found
+        self.compiled[self.grid](*given, *self.rest)
+
+    def _compile(self, given: tuple[Tensor | int, ...]) -> None:
         compiled = self.kernel[self.grid](*given, *self.numbers, **self.sizes, **self.options)
         if compiled is not None:  # the interpreter compiles nothing
             names = self.kernel.arg_names[len(given) + len(self.numbers) :]

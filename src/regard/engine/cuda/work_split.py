@@ -7,7 +7,7 @@ is cut into pieces, at the same rows as other tiles; the results of its pieces a
 import heapq
 import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -164,12 +164,12 @@ def split_work(
 
 def shares_tiles(tiles: Any, heads: int, programs: int) -> bool:
     """Whether programs share tiles: if otherwise the longest takes so much more than its share that merging pays."""
-    if tiles.rows > 1 or not len(tiles.blocks):
+    if tiles.rows > 1 or tiles.blocks.max(initial=0) < MIN_SPLIT:
         return False
     size, k = np.sort(tiles.blocks)[::-1], int(_programs_of_rows(tiles, heads, programs)[0])
     some = size[::k] + 1  # of the k · x + 1 longest tiles, one program has x + 1
     longest = (some * np.arange(1, len(some) + 1)).max()
-    return bool(size[0] >= MIN_SPLIT and longest > MIN_GAIN * (size + 1).sum() / k + MERGING)
+    return bool(longest > MIN_GAIN * (size + 1).sum() / k + MERGING)
 
 
 def _programs_of_rows(tiles: Any, heads: int, programs: int) -> Ints:
@@ -259,8 +259,9 @@ def _split_documents(
 
 def _moved(tables: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """By one copy; all but the last have rows of 16 bytes or more, so that each table begins at a multiple of these."""
-    together = torch.from_numpy(np.concatenate([x.ravel() for x in tables]).astype(np.int32)).to(device)
-    return [x.view(y.shape) for x, y in zip(together.split([y.size for y in tables]), tables)]
+    flat = np.concatenate([x.ravel() for x in tables], dtype=np.int32, casting="unsafe")
+    together, ends = torch.from_numpy(flat).to(device), accumulate(x.size for x in tables)
+    return [together[end - x.size : end].view(x.shape) for x, end in zip(tables, ends)]
 
 
 def _equal_pieces(size: Ints, programs: int) -> Ints:
