@@ -21,10 +21,11 @@ from regard.engine.attention import attention, call_of
 from regard.engine.call import CallFacts, Options
 from regard.engine.cuda import call as cuda_call
 from regard.engine.cuda import documents as packed_documents
-from regard.engine.cuda import host, work_split
+from regard.engine.cuda import host
 from regard.engine.cuda.backend import Triton
 from regard.engine.cuda.call import CallLayout, contiguous, task
 from regard.engine.cuda.documents import Packed, read
+from regard.engine.cuda.hopper import launches as hopper
 from regard.engine.cuda.prepared import PREPARED
 from regard.engine.cuda.schedule import BEGINS, TESTED, device_passes
 from regard.engine.cuda.tile_lists import tables, with_masks
@@ -170,9 +171,8 @@ def test_tiles_of_one_shape_share_their_masks():
     pattern = packed(torch.arange(16384) // 512, causal())
     for by_keys in (False, True):
         cut = cut_of(pattern, 16384, 16, 132, by_keys)
-        blocks = cut.blocks[:-1]  # the last one has no members
-        assert len(cut.masks) == 2 and len(blocks) == 32 * 8 * 9 // 2
-        assert int((blocks[:, 9] & TESTED).sum()) == 32 * 8
+        assert len(cut.masks) == 2 and len(cut.blocks) == 32 * 8 * 9 // 2
+        assert int((cut.blocks[:, 9] & TESTED).sum()) == 32 * 8
     pattern = packed(torch.arange(16400) // 100, causal())
     assert (
         len(cut_of(pattern, 16400, 16, 132).masks) == 3
@@ -224,7 +224,7 @@ def test_one_long_document_keeps_all_programs_of_few_heads_busy(name, band, by_k
     pattern, n = packed(ids_of(*lengths), band), sum(lengths)
     cut = cut_of(pattern, n, heads, programs, by_keys)
     tiles = pattern.tiles(n, 0, by_keys)
-    balanced = (tiles.blocks + 1).sum() / (programs // heads)
+    balanced = (len(tiles.blocks) + len(tiles.ends)) / (programs // heads)
     assert (
         work_of(cut).max() <= 1.3 * balanced + 2
     )  # a piece is of whole blocks, and shorter ones than 2 are not made
@@ -253,15 +253,12 @@ def test_shared_tiles_count_every_pair_once(by_rows):
 
 
 def changed_rows(change):
-    def split(*given):
-        cut = work_split_documents(*given)
+    def split(*given, **more):
+        cut = split_work(*given, **more)
         change(cut)
         return cut
 
-    return mock.patch.object(work_split, "_split_documents", split)
-
-
-work_split_documents = work_split._split_documents
+    return mock.patch.object(hopper, "split_work", split)
 
 
 def test_an_empty_program_that_had_a_member_is_reported():

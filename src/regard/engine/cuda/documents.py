@@ -9,7 +9,7 @@ tables depend on the contents of the ids, so they are kept with a copy of these,
 Nothing here imports Triton before a call runs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,21 +36,17 @@ MAX_KEPT = 64  # tables and prepared launches of one of them
 
 
 class Tiles(NamedTuple):
-    """Tiles of neighboring members, those of all batch rows one after the other, and their blocks of partners: first
-    those that need no mask."""
+    """Tiles of neighboring members that have partners, those of all batch rows one after the other."""
 
-    rows: int  # batch rows with tiles of their own; 1: all have the same
-    covers: bool  # every member is in a tile; there are none of members without partners
     row: Ints
     first: Ints  # of the members of a tile, in its row
     size: Ints
     begin: Ints  # of the partners of any of its members
     end: Ints
-    blocks: Ints  # how many there are
-    plain: Ints  # of which so many need no mask
-    before: Ints  # … and so many of the others begin before them
-    numbers: Ints  # of the mask of each masked block, tile by tile
-    words: NDArray[np.int32]  # of the masks
+    ends: Ints  # of its blocks of partners: first those that need no mask
+    blocks: NDArray[np.int32]
+    masks: NDArray[np.int32]  # the words of the masks
+    covers: bool  # every member is in a tile
 
     @property
     def pairs(self) -> int:
@@ -81,15 +77,18 @@ class Packed(Both):
         from .tile_lists import Masks
         from .work_split import shares_tiles
 
-        tiles = self.tiles(place[1], place[3], by_keys)
-        count, none = int(tiles.blocks.sum()), torch.zeros((0, ITEM), dtype=torch.int32, device=device)
-        work = Schedule(
-            pattern=full(), items=none, blocks=none.new_empty((count, 0)), joins=none, segments=1,
-            ragged=True, slots=int(shares_tiles(tiles, *programs)), ends=np.cumsum(tiles.blocks),
-            masks=Masks(none), tiles=tiles,
-        )  # fmt: skip
-        steps = (DevicePass(work, None, False, False),) if count else ()
-        return DevicePasses(steps, tiles.covers)
+        tiles, key = self.tiles(place[1], place[3], by_keys), ("work", *place[1:], by_keys, device)
+        if not len(tiles.blocks):
+            return DevicePasses((), tiles.covers)
+        if (work := self.kept.get(key)) is None:
+            none, words = torch.zeros((0, ITEM), dtype=torch.int32), torch.from_numpy(tiles.masks).to(device)
+            work = Schedule(
+                pattern=full(), items=none, blocks=torch.from_numpy(tiles.blocks), joins=none, segments=1, ragged=True,
+                slots=0, ends=tiles.ends, masks=Masks(words), rows=self.rows, row=tiles.row,
+            )  # fmt: skip
+            self.kept.put(key, work)
+        work = replace(work, slots=1) if shares_tiles(work, *programs) else work
+        return DevicePasses((DevicePass(work, None, False, False),), tiles.covers)
 
     def _intervals(self, n: int, start: int, by_keys: bool) -> tuple[Ints, Ints, Ints]:
         """Of each query, or each key: where its document begins, its first partner, the end of its partners. Neither
@@ -127,7 +126,10 @@ def _bounds(band: Pattern, n: int, m: int, start: int) -> tuple[Ints, Ints] | No
 
 def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     """Members in tiles: a document from its beginning on, short ones together as far as they fit."""
-    (rows, length), total = document.shape, document.size
+    from .schedule import BEGINS, TESTED, WIDTH
+    from .tile_lists import _distinct
+
+    length, total = document.shape[1], document.size
     edges = np.append(np.flatnonzero(_begins(document)), total)
     count = len(edges) - 1
     room = np.minimum(edges + MEMBERS, (edges // length + 1) * length)
@@ -140,34 +142,43 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     tiles = (np.append(runs[1:], total) - runs + MEMBERS - 1) // MEMBERS
     first = np.repeat(runs, tiles) + MEMBERS * _nth(tiles)
     last = np.append(first[1:], total) - 1
-    # Of each member, its first partner and the end of its partners. Behind the last one, as for any member past the
-    # end of its tile: these are in later documents, so they have no partners here, and their results are not used.
-    ends = np.full((2, total + MEMBERS), max(length, int(high[-1, -1])), dtype=np.int32)
-    ends[0, :total], ends[1, :total] = low.ravel(), high.ravel()
-    (begin, earliest), (latest, end) = ends[:, first], ends[:, last]
-    if not (covers := bool((used := end > begin).all())):
-        first, last, begin, end, earliest, latest = (
-            x[used] for x in (first, last, begin, end, earliest, latest)
-        )
+    # The first partner of each member and the end of its partners. A member past the end of its tile is in a later
+    # document, or there is none, so it has no partners in the tile's blocks; its results are not used.
+    partners = np.full((2, total + MEMBERS), max(length, int(high[-1, -1])), dtype=np.int32)
+    partners[0, :total], partners[1, :total] = low.ravel(), high.ravel()
+    (begin, earliest), (latest, end) = partners[:, first], partners[:, last]
+    covers, *given = bool((end > begin).all()), first, last, begin, end, earliest, latest
+    first, last, begin, end, earliest, latest = given if covers else (x[end > begin] for x in given)
     blocks, before = (end - begin + MEMBERS - 1) // MEMBERS, (latest - begin + MEMBERS - 1) // MEMBERS
-    plain = np.maximum((earliest - begin) // MEMBERS - before, 0)
-    before *= plain > 0
-    masked = blocks - plain
-    nth, tile = _nth(masked), np.repeat(np.arange(len(first)), masked)
-    key = begin[tile] + MEMBERS * (nth + plain[tile] * (nth >= before[tile]))
-    until = np.minimum(end[tile] - key, MEMBERS).astype(np.int32)[:, None]
-    each = np.ndarray(
-        (2, total + 1, MEMBERS), np.int32, ends, 0, (*ends.strides, 4)
-    )  # the members from each one on
-    columns = each[:, first[tile]] - key.astype(np.int32)[:, None]
-    columns = np.minimum(np.maximum(columns, 0, out=columns), until).astype(np.uint8)
-    from .tile_lists import _distinct
+    plain = np.maximum(
+        (earliest - begin) // MEMBERS - before, 0
+    )  # blocks without a mask, and masked ones before
+    row, ends = first // length, np.cumsum(blocks)
 
+    words = np.zeros(
+        (len(first), WIDTH + 4), dtype=np.int32
+    )  # of each tile, with what its blocks are made of
+    words[:, 0], words[:, 1], words[:, 8], words[:, 9] = begin, 1, end - begin, 256 * (last - first + 1)
+    words[:, 10], words[:, 11], words[:, 12], words[:, 13] = first - length * row, 1, ends - blocks, plain
+    words[:, 14], words[:, 15] = before * (plain > 0), first
+    table = np.repeat(words, blocks, axis=0)
+    nth, plain, before = np.arange(len(table), dtype=np.int32) - table[:, 12], table[:, 13], table[:, 14]
+    masked = nth >= plain
+    at = MEMBERS * np.where(masked, nth - plain * (nth < plain + before), nth + before)
+    table[:, 0] += at
+    table[:, 8] = np.minimum(table[:, 8] - at, MEMBERS)
+    table[:, 9] += TESTED * masked + BEGINS * (nth == 0)
+    key, until, member = table[masked][:, [0, 8, 15]].T[:, :, None]
+    each = np.ndarray(
+        (2, total + 1, MEMBERS), np.int32, partners, 0, (*partners.strides, 4)
+    )  # from each member on
+    columns = np.minimum(np.maximum(each[:, member[:, 0]] - key, 0), until).astype(np.uint8)
     distinct, numbers = _distinct(np.concatenate(columns, axis=1).view(np.int64))
-    distinct = np.concatenate([np.zeros((1, 2 * MEMBERS), dtype=np.uint8), distinct.view(np.uint8)])
-    row, size = first // length, last - first + 1  # above: the first mask allows no pair
-    made = row, first - length * row, size, begin, end, blocks, plain, before
-    return Tiles(rows, covers, *made, numbers, _bits(distinct))
+    table[masked, 8] += 256 * (1 + numbers.astype(np.int32))
+    no_pair = np.zeros((1, 2 * MEMBERS), dtype=np.uint8)  # the first mask
+    bits = _bits(np.concatenate([no_pair, distinct.view(np.uint8)]))
+    of_tiles = row, words[:, 10], last - first + 1, begin, end, ends
+    return Tiles(*of_tiles, np.ascontiguousarray(table[:, :WIDTH]), bits, covers)
 
 
 def _begins(rows: Ints) -> NDArray[np.bool_]:
@@ -182,12 +193,9 @@ def _nth(counts: Ints) -> Ints:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-BELOW = np.array(
-    [(1 << x) - 1 for x in range(MEMBERS + 1)], dtype=np.uint64
-)  # the bits of the columns before x
-TWO, *CLOSER = (
-    np.uint64(x) for x in (0x0303030303030303, 0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF, 0xFFFFFFFF)
-)
+# The bits of the columns before x, by x.
+BELOW = np.array([(1 << x) - 1 for x in range(MEMBERS + 1)], dtype=np.uint64)
+TWO, *CLOSER = map(np.uint64, (0x0303030303030303, 0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF, 0xFFFFFFFF))
 
 
 def _bits(ends: NDArray[np.uint8]) -> NDArray[np.int32]:

@@ -52,14 +52,10 @@ class Schedule:
     ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
     chained: bool = False  # … and wait for one another
     masks: Any = None  # of the Hopper kernels: tile_lists.Masks
-    tiles: Any = (
-        None  # documents.Tiles: of `blocks` there is only the number, as they are made in their order
+    rows: int = 0  # of documents: how many batch rows have tiles of their own, 1 if all have the same
+    row: Any = (
+        None  # … and the row of each tile; blocks are on the host, as they are put in order before they move
     )
-
-    @property
-    def by_row(self) -> bool:
-        """Whether batch rows differ in their tiles."""
-        return self.tiles is not None and self.tiles.rows > 1
 
 
 class Sides(NamedTuple):

@@ -82,7 +82,7 @@ def heads_at_a_time(work: Schedule, heads: int, others: Layout, programs: int) -
     """How many heads run at the same time: all, or if the rows of the other side (two tensors like `others`) do not
     fit into the cache, as few as leave every program enough blocks. If programs share tiles, all do."""
     rows = 2 * 2 * math.prod(others.shape)  # bytes
-    if work.slots or work.by_row or rows <= CACHE:
+    if work.slots or work.rows > 1 or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
     return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)
@@ -104,18 +104,22 @@ def split_work(
     dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
     backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
-    if work.tiles is not None:
-        return _split_documents(work, heads, programs, group, multiple, dynamic_share, backwards)
-    per_tile, split = np.diff(work.ends, prepend=0), work.slots > 0
+    per_tile, rows, each = np.diff(work.ends, prepend=0), 1, 0
     size, table = group * per_tile, work.blocks.cpu().numpy()
-    k = min(max(programs // heads, 1), int(size.sum()) if split else len(size))
-    if split:
+    k = min(max(programs // heads, 1), int(size.sum()) if work.slots else len(size))
+    if work.rows and work.slots:
+        tile, begin, end, program_of = _equal_pieces(size, k)
+    elif work.slots:
         table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(per_tile)), per_tile)))]
-        tile, begin, end, program_of = _aligned_pieces(
-            table[:, 0].astype(np.int64), work.ends, per_tile, k, group
-        ).T
+        pieces = _aligned_pieces(table[:, 0].astype(np.int64), work.ends, per_tile, k, group)
+        tile, begin, end, program_of = pieces.T
     else:
-        if not work.ordered and work.masks.spread is None and (table[:, 11] > 1).any():
+        if work.rows:
+            rows, (program_of, each) = (
+                work.rows,
+                _by_rows(work, size, heads, programs, dynamic_share, multiple),
+            )
+        elif not work.ordered and work.masks.spread is None and (table[:, 11] > 1).any():
             program_of = _in_rounds(size, k, dynamic_share, multiple, backwards)
         else:
             order = np.arange(len(size)) if work.ordered else np.argsort(-size, kind="stable")
@@ -124,144 +128,82 @@ def split_work(
         order = np.arange(len(size))[:: -1 if backwards else 1]
         tile = order[np.argsort(program_of[order], kind="stable")]
         begin, end, program_of = np.zeros_like(tile), size[tile], program_of[tile]
-    length = end - begin
-    starts, total = np.cumsum(length) - length, int(length.sum())
     parted = np.bincount(tile, minlength=len(size))[tile] > 1
-    in_tile = np.lexsort((begin, tile))
+    in_tile = np.lexsort((begin, tile)) if work.slots else tile[:0]
     slot = np.full(len(tile), -1)
     slot[in_tile] = np.where(parted[in_tile], np.cumsum(parted[in_tile]) - 1, -1)
 
-    of = np.repeat(np.arange(len(tile)), length)
-    nth = begin[of] + np.arange(total) - starts[of]
-    blocks = table[(work.ends - per_tile)[tile[of]] + nth % per_tile[tile[of]]]
-    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * (nth // per_tile[tile[of]])
+    runs = np.flatnonzero(np.append(True, program_of[1:] != program_of[:-1]))
+    last, length = np.append(runs[1:], len(tile)) - 1, end - begin
+    length[last] += (
+        -np.add.reduceat(length, runs) % multiple
+    )  # the last block of a run, repeated without members
+    ends = np.cumsum(length)
+    starts, total = ends - length, int(ends[-1])
+    nth, stops = np.arange(total) + np.repeat(begin - starts, length), np.repeat(end, length)
+    empty = np.flatnonzero(nth >= stops)
+    nth[empty] = stops[empty] - 1
+    head = 0
+    if group > 1:
+        head, nth = np.divmod(nth, np.repeat(per_tile[tile], length))
+    blocks = table[nth + np.repeat((work.ends - per_tile)[tile], length)]
+    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * head
     blocks[starts, 9] |= BEGINS
-    heads_of = in_tile[parted[in_tile] & (begin[in_tile] == 0)]
-    head, pieces = blocks[starts[heads_of]], np.bincount(tile)[tile[heads_of]]
-    padding = np.zeros((len(heads_of), ITEM - 5), dtype=np.int64)
-    joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, slot[heads_of], pieces, padding])
-
-    def move(x: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(work.masks.words.device)
-
-    each = slot[of]
-    cuts = starts[np.flatnonzero(np.diff(program_of, prepend=-1))]
-    ends = np.append(cuts[1:], total)
-    more = (cuts - ends) % multiple
-    repeats = np.ones(total, dtype=np.int64)
-    repeats[ends - 1] += more  # the last block of a run, repeated without members
-    blocks, each, ends = np.repeat(blocks, repeats, axis=0), np.repeat(each, repeats), ends + np.cumsum(more)
-    empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
-    begins = np.append(0, ends[:-1])
-    runs = np.column_stack([begins, ends, begins, ends, blocks[begins]])
-    return WorkSplit(move(blocks), move(runs), move(each), move(joins), int(parted.sum()), work.masks.words)
+    first = in_tile[parted[in_tile] & (begin[in_tile] == 0)]
+    joins, of_first = np.zeros((len(first), ITEM), dtype=np.int64), blocks[starts[first]]
+    joins[:, :2], joins[:, 2], joins[:, 3] = of_first[:, 10:], of_first[:, 9] >> 8 & 255, slot[first]
+    joins[:, 4] = np.bincount(tile)[tile[first]]
+
+    # Where batch rows differ, a row has empty programs after its own, so that all rows have as many: a block without
+    # members, of a tile without members, writes nothing.
+    nobody = np.zeros((multiple if rows > 1 else 0, WIDTH), dtype=np.int32)
+    nobody[:, 9], nobody[:1, 9] = TESTED, TESTED | BEGINS
+    of, begins = program_of[runs] if rows > 1 else np.arange(len(runs)), starts[runs]
+    chunks = np.empty((each or len(runs), 4 + WIDTH), dtype=np.int32)
+    chunks[:, :4], chunks[:, 4:] = [total, total + multiple] * 2, nobody[:1].sum(0)
+    chunks[of, 0], chunks[of, 1], chunks[of, 4:] = begins, np.append(begins[1:], total), blocks[begins]
+    chunks[:, 2:4] = chunks[:, :2]
+    tables = np.concatenate([blocks, nobody]), chunks, joins, np.repeat(slot, length)
+    flat = np.concatenate([x.ravel() for x in tables], dtype=np.int32, casting="unsafe")
+    # By one copy. All but the last table have rows of 32 bytes or more, so each begins at a multiple of 16.
+    moved, until = torch.from_numpy(flat).to(work.masks.words.device), accumulate(x.size for x in tables)
+    there = [moved[end - x.size : end].view(x.shape) for x, end in zip(tables, until)]
+    return WorkSplit(there[0], there[1], there[3], there[2], int(parted.sum()), work.masks.words, rows)
 
 
 # Packed documents, whose heads stay apart: new ids come at every step, and with all heads in one table preparing them
 # took 40 ms.
 
 
-def shares_tiles(tiles: Any, heads: int, programs: int) -> bool:
+def shares_tiles(work: Schedule, heads: int, programs: int) -> bool:
     """Whether programs share tiles: if otherwise the longest takes so much more than its share that merging pays."""
-    if tiles.rows > 1 or tiles.blocks.max(initial=0) < MIN_SPLIT:
+    size = np.sort(np.diff(work.ends, prepend=0))[::-1]
+    if work.rows > 1 or size[0] < MIN_SPLIT:
         return False
-    size, k = np.sort(tiles.blocks)[::-1], int(_programs_of_rows(tiles, heads, programs)[0])
+    k = int(_programs_of_rows(work, heads, programs)[0])
     some = size[::k] + 1  # of the k · x + 1 longest tiles, one program has x + 1
     longest = (some * np.arange(1, len(some) + 1)).max()
     return bool(longest > MIN_GAIN * (size + 1).sum() / k + MERGING)
 
 
-def _programs_of_rows(tiles: Any, heads: int, programs: int) -> Ints:
+def _programs_of_rows(work: Schedule, heads: int, programs: int) -> Ints:
     """Of the heads of each batch row, by its share of the blocks."""
-    blocks = np.bincount(tiles.row, tiles.blocks, tiles.rows).astype(np.int64)
+    blocks = np.bincount(work.row, np.diff(work.ends, prepend=0), work.rows).astype(np.int64)
     turns = -(-MIN_OF_HEAD * heads // programs)  # in which programs run, one after the other
-    share = turns * programs * blocks // (heads // tiles.rows * max(int(blocks.sum()), 1))
+    share = turns * programs * blocks // (heads // work.rows * len(work.blocks))
     return np.minimum(share, np.maximum(blocks // MIN_BLOCKS, programs // heads)).clip(1)
 
 
-def _split_documents(
-    work: Schedule, heads: int, programs: int, group: int, multiple: int, share: float, backwards: bool
-) -> WorkSplit:
-    """As split_work. A batch row has programs by its share of the blocks, and then empty ones, so that all rows have
-    as many: a block without members, of a tile without members, writes nothing."""
-    tiles = work.tiles
-    size, k = group * tiles.blocks, _programs_of_rows(tiles, heads, programs)
-    if work.slots:
-        tile, begin, end, program = _equal_pieces(size, int(k[0]))
-        each = 1 + int(program[-1])
-    else:
-        found = []
-        for a, b in pairwise(np.searchsorted(tiles.row, np.arange(tiles.rows + 1))):
-            order = np.argsort(-size[a:b], kind="stable")
-            found.append(_in_turn(order, size[a:b], min(int(k[len(found)]), b - a), share, multiple))
-        each = 1 + max(int(x.max(initial=-1)) for x in found)
-        program_of = np.concatenate(found) + each * tiles.row
-        order = np.arange(len(size))[:: -1 if backwards else 1]
-        tile = order[np.argsort(program_of[order], kind="stable")]
-        begin, end, program = np.zeros_like(tile), size[tile], program_of[tile]
-    runs = np.flatnonzero(np.append(True, program[1:] != program[:-1]))
-    # The last block of a run may be repeated, without members.
-    length, last = end - begin, np.append(runs[1:], len(tile)) - 1
-    length[last] += -np.add.reduceat(length, runs) % multiple
-    ends = np.cumsum(length)
-    starts, total = ends - length, int(ends[-1])
-
-    words = np.zeros(
-        (len(tile), WIDTH + 4), dtype=np.int32
-    )  # of each piece, with what its blocks are made of
-    words[:, 0], words[:, 8], words[:, 9] = (
-        tiles.begin[tile],
-        (tiles.end - tiles.begin)[tile],
-        256 * tiles.size[tile],
-    )
-    words[:, 1] = words[:, 11] = 1
-    words[:, 10], words[:, 12], words[:, 13] = tiles.first[tile], tiles.plain[tile], tiles.before[tile]
-    words[:, 14], words[:, 15] = (np.cumsum(tiles.blocks - tiles.plain) - tiles.blocks)[tile], begin - starts
-    blocks = np.repeat(words, length, axis=0)
-    nth = np.arange(total, dtype=np.int32) + blocks[:, 15]
-    empty = (ends - 1)[last[length[last] > (end - begin)[last]]]
-    nth[empty] -= 1
-    if group > 1:
-        head, nth = np.divmod(nth, np.repeat(tiles.blocks[tile].astype(np.int32), length))
-        blocks[:, 9] += 65536 * head
-    plain, before = blocks[:, 12], blocks[:, 13]
-    tested = np.flatnonzero(nth >= plain)
-    number = tiles.numbers[nth[tested] + blocks[tested, 14]]
-    nth = MEMBERS * np.where(nth < plain, nth + before, nth - plain * (nth < plain + before))
-    blocks[:, 0] += nth
-    blocks[:, 8] = np.minimum(blocks[:, 8] - nth, MEMBERS)
-    blocks[tested, 8] += 256 * (1 + number.astype(np.int32))
-    blocks[tested, 9] |= TESTED
-    blocks[starts, 9] |= BEGINS
-    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
-
-    nobody = np.zeros((multiple, WIDTH), dtype=np.int32)
-    nobody[:, 9], nobody[0, 9] = TESTED, TESTED | BEGINS
-    blocks = np.concatenate([blocks[:, :WIDTH], nobody])
-    chunks = np.empty((tiles.rows * each, 4 + WIDTH), dtype=np.int32)
-    chunks[:, :4], chunks[:, 4:] = [total, total + multiple] * 2, nobody[0]
-    of, begins = program[runs], starts[runs]
-    chunks[of, 0], chunks[of, 1], chunks[of, 4:] = begins, np.append(begins[1:], total), blocks[begins]
-    chunks[:, 2:4] = chunks[:, :2]
-    slot, joins, slots = np.zeros(0, dtype=np.int32), np.zeros((0, ITEM), dtype=np.int32), 0
-    if work.slots:
-        parted = (pieces := np.bincount(tile)[tile]) > 1
-        slot, slots = np.where(parted, np.cumsum(parted) - 1, -1), int(parted.sum())
-        at = np.flatnonzero(parted & (begin == 0))
-        joins = np.pad(
-            np.stack([*words[at, 10:12].T, words[at, 9] >> 8, slot[at], pieces[at]], axis=1), ((0, 0), (0, 3))
-        )
-        slot = np.repeat(slot, length)
-    tables = _moved([blocks, chunks, joins, tiles.words, slot], work.masks.words.device)
-    return WorkSplit(tables[0], tables[1], tables[4], tables[2], slots, tables[3], tiles.rows)
-
-
-def _moved(tables: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """By one copy; all but the last have rows of 16 bytes or more, so that each table begins at a multiple of these."""
-    flat = np.concatenate([x.ravel() for x in tables], dtype=np.int32, casting="unsafe")
-    together, ends = torch.from_numpy(flat).to(device), accumulate(x.size for x in tables)
-    return [together[end - x.size : end].view(x.shape) for x, end in zip(tables, ends)]
+def _by_rows(work: Schedule, size: Ints, heads: int, programs: int, *how: Any) -> tuple[Ints, int]:
+    """The program of each tile, those of a batch row after those of the one before, and their number: as many for
+    each row."""
+    found, k = [], _programs_of_rows(work, heads, programs)
+    for row, (a, b) in enumerate(pairwise(work.row.searchsorted(np.arange(work.rows + 1)).tolist())):
+        order = np.argsort(-size[a:b], kind="stable")
+        found.append(_in_turn(order, size[a:b], min(int(k[row]), b - a), *how))
+    each = 1 + max(int(x.max(initial=-1)) for x in found)
+    return np.concatenate(found) + each * work.row, (work.rows > 1) * work.rows * each
 
 
 def _equal_pieces(size: Ints, programs: int) -> Ints:
@@ -271,9 +213,8 @@ def _equal_pieces(size: Ints, programs: int) -> Ints:
     cuts = ends[-1] * np.arange(1, programs) // programs
     of = np.searchsorted(ends, cuts, side="right")
     inside = cuts - (ends - size - 1)[of]
-    inside = np.where(
-        inside < 2, 0, np.where(inside > size[of] - 2, size[of], inside)
-    )  # no very short pieces
+    # No piece has fewer than two blocks.
+    inside = np.where(inside < 2, 0, np.where(inside > size[of] - 2, size[of], inside))
     cuts = (blocks - size)[of] + inside
     first = np.union1d(blocks - size, cuts[cuts < blocks[-1]])
     tile = np.searchsorted(blocks, first, side="right")
@@ -496,12 +437,7 @@ def flatten_heads(
     """
     b, h, n, _ = layouts[0].shape
     times = b * h
-    if (
-        times == 1
-        or one.work.slots
-        or one.work.tiles is not None
-        or times * len(one.work.blocks) > MAX_BLOCKS
-    ):
+    if times == 1 or one.work.slots or one.work.rows or times * len(one.work.blocks) > MAX_BLOCKS:
         return one, layouts
     long = as_one_head(layouts)
     # The members whose results count must be the same when all shift by n, and a kernel computes their positions in

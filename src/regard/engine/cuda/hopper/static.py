@@ -68,7 +68,7 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
         for name, text in (("spread", work.masks.spread), ("owned", work.masks.owned))
     )
     made = made._replace(LENGTHS=call.lengths, CAPPED=call.task.softcap is not None)
-    return made._replace(CHAINED=work.chained, BY_ROW=work.by_row, spread=spread, owned=owned)
+    return made._replace(CHAINED=work.chained, BY_ROW=work.rows > 1, spread=spread, owned=owned)
 
 
 @lru_cache(maxsize=64)
