@@ -18,15 +18,16 @@ from launch_model import LaunchError, check_backward, check_forward
 from modeled_gpu import Case, counting_gpu, modeled_gpu
 from regard.engine import backends
 from regard.engine.attention import attention, call_of
+from regard.engine.backends import OF_DATA
 from regard.engine.call import CallFacts, Options
 from regard.engine.cuda import call as cuda_call
 from regard.engine.cuda import documents as packed_documents
-from regard.engine.cuda import host
+from regard.engine.cuda import host, prepared
 from regard.engine.cuda.backend import Triton
-from regard.engine.cuda.call import CallLayout, contiguous, task
+from regard.engine.cuda.call import CallLayout, Config, contiguous, task
 from regard.engine.cuda.documents import Packed, read
 from regard.engine.cuda.hopper import launches as hopper
-from regard.engine.cuda.prepared import PREPARED
+from regard.engine.cuda.prepared import PREPARED, Launch, Program
 from regard.engine.cuda.schedule import BEGINS, TESTED, device_passes
 from regard.engine.cuda.tile_lists import tables, with_masks
 from regard.engine.cuda.work_split import WorkSplit, split_work
@@ -547,11 +548,65 @@ def test_a_repeated_call_reads_ids_again_that_were_written():
         assert (len(programs), made.call_count) == (2, 2)
 
 
+@pytest.mark.usefixtures("on_hopper", "empty_caches", "unchecked")
+def test_tables_that_a_cuda_graph_replays_stay_when_their_ids_are_dropped():
+    q = torch.zeros(1, 4, 512, 64, dtype=BF16)
+
+    def call(length: int) -> weakref.ref[Program]:
+        attention(q, q, q, documents(torch.arange(512) // length) & causal())
+        return weakref.ref(programs[-1])
+
+    with counting_gpu() as programs, mock.patch.object(prepared, "REPLAYED", set()):
+        dropped = call(100)
+        call(101)
+        with mock.patch.object(prepared, "_is_capturing", lambda: True):
+            replayed = call(101)
+        programs.clear()
+        for cache in (packed_documents._by_tensor, packed_documents._by_contents, OF_DATA):
+            cache.clear()
+        assert dropped() is None and replayed() is not None
+
+
+class Kernel:
+    """In place of a kernel of Triton: what it is compiled for, and how often it was launched."""
+
+    arg_names = "X", "TABLE", "n", "S"
+
+    def __init__(self):
+        self.compiled, self.launched = 0, 0
+
+    def __getitem__(self, grid):
+        def run(*given, **options):
+            self.compiled += bool(options)
+            self.launched += 1
+            return self if options else None
+
+        return run
+
+    run, function, packed_metadata = None, None, None
+
+
+def test_launches_with_other_tables_share_a_compiled_kernel():
+    kernel, config = Kernel(), Config(64, 64, 4, 1)
+    x, tables = torch.zeros(8), (torch.zeros(4, dtype=torch.int32), torch.zeros(12, dtype=torch.int32))
+
+    def launch(programs, *given, n=5, S=1):
+        Launch(kernel, programs, config, n, S=S)(*given)
+        return kernel.compiled
+
+    with mock.patch.object(prepared, "current_device", lambda: 0):
+        assert launch(3, x, tables[0]) == launch(9, x, tables[1]) == 1
+        others = [{"n": 6}, {"S": 2}]
+        assert [launch(3, x, tables[0], **more) for more in others] == [2, 3]
+        assert launch(3, x.double(), tables[0]) == 4 and launch(3, x[1:], tables[0]) == 5
+        assert launch(3, x, tables[1]) == 5 and kernel.launched == 7
+
+
 @pytest.mark.usefixtures("on_hopper")
 def test_a_call_computes_with_the_ids_that_were_read():
     """What `attention` passes on: the pattern with a copy of the ids, in a task of its own."""
     ids = torch.arange(512) // 100
-    prepared = Triton().prepare(facts(documents(ids) & causal()))
+    made = Triton().prepare(facts(documents(ids) & causal()))
     given = []
     q = torch.randn(1, 4, 512, 64)
     call = call_of(q, q, q, documents(ids) & causal(), return_lse=True)
@@ -559,9 +614,9 @@ def test_a_call_computes_with_the_ids_that_were_read():
         mock.patch("regard.engine.cuda.backend.task", lambda q, v, options, extras: given.append(options)),
         mock.patch.object(host, "forward", lambda q, k, v, task, extras: (q, q[..., 0].float())),
     ):
-        o, lse = prepared.run(call)
+        o, lse = made.run(call)
     assert isinstance(given[0].pattern, Packed) and o.shape == q.shape and lse.shape == q.shape[:3]
-    assert prepared.joins_sink
+    assert made.joins_sink
     assert np.array_equal(
         given[0].pattern.allowed(512).numpy(), (documents(ids) & causal()).allowed(512).numpy()
     )

@@ -20,7 +20,11 @@ from .call import OPTIONAL_INPUTS, Config
 
 # Bound to names of this module: on the path of a launch every attribute lookup counts.
 _address = Tensor.data_ptr
-current_device, raw_stream = compat.current_device, compat.raw_stream
+current_device, raw_stream, _is_capturing = (
+    compat.current_device,
+    compat.raw_stream,
+    compat.stream_is_capturing,
+)
 hooks_set = compat.triton_hooks()
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -72,17 +76,18 @@ class Launch:
         """Launch through Triton; the first time, compile for these tensors."""
         if self.compiled is None:
             kinds = ((x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else type(x) for x in given)
-            key = *self.key, current_device(), *kinds
+            key = *self.key, None if INTERPRETED else current_device(), *kinds
             if (found := COMPILED.get(key)) is None:
                 self._compile(given)
-                COMPILED.put(key, (self.compiled, self.run, self.handles, self.rest))
+                if self.compiled is not None:  # the interpreter compiles nothing
+                    COMPILED.put(key, (self.compiled, self.run, self.handles, self.rest))
                 return
             self.compiled, self.run, self.handles, self.rest = found
         self.compiled[self.grid](*given, *self.rest)
 
     def _compile(self, given: tuple[Tensor | int, ...]) -> None:
         compiled = self.kernel[self.grid](*given, *self.numbers, **self.sizes, **self.options)
-        if compiled is not None:  # the interpreter compiles nothing
+        if compiled is not None:
             names = self.kernel.arg_names[len(given) + len(self.numbers) :]
             sizes = {**self.sizes, **self.options}
             self.rest = *self.numbers, *(sizes[name] for name in names)
@@ -118,12 +123,14 @@ class Program:
             if launch.grid[0]:
                 self.launches.append((launch, itemgetter(*given), names[len(given) :]))
         self.pieces = [-(-size // 4) * 4 for size in pieces.values()]  # from multiples of 16 bytes on
-        self.size, self.device = sum(self.pieces), device
+        self.size, self.device, self.on_gpu = sum(self.pieces), device, device.type == "cuda"
         self.make: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
         self.offsets = [4 * x for x in accumulate([0, *self.pieces[:-1]])]
         self.direct: list[tuple[Any, ...]] = []  # what to launch with addresses, once all is compiled
 
     def run(self, tensors: Sequence[Tensor], seed: int = NO_SEED) -> None:
+        if self.on_gpu and _is_capturing():
+            REPLAYED.add(self)
         if not self.direct or hooks_set():
             self._through_triton(tensors, seed)
             return
@@ -147,6 +154,8 @@ class Program:
                 for x, pick, tables in self.launches
             ]
 
+
+REPLAYED: set[Program] = set()  # by CUDA graphs, which refer to their tables: these are kept for good
 
 # A prepared backward pass: (q, k, v, …) → dq, dk, dv, to be filled; and what fills them.
 Backward = tuple[Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], Program]
