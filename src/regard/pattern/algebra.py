@@ -71,7 +71,14 @@ class Pattern:
 
     def values(self) -> list[Any] | None:
         """What decides its pairs: its text; with data, how it is composed and its data. None: not all is known."""
-        return None if self.text is None else [self.text]
+        found: list[Any] = [type(self) if self.text is None else self.text]
+        for name in self.__dataclass_fields__ if self.text is None else ():  # type: ignore[attr-defined]
+            given = getattr(self, name)
+            more = given.values() if isinstance(given, Pattern) else [given]
+            if more is None:
+                return None
+            found += more
+        return found
 
     def state(self) -> tuple[Any, ...] | None:
         """A key for the pairs that it allows now, valid as long as its `values` exist; None if a change of them could
@@ -343,18 +350,6 @@ def _need_patterns(composite: Pattern, *parts: Any) -> None:
             raise SpecError(f"{part!r} is one pattern for each head; combine it with &, |, ~ and -")
 
 
-def _values(composite: Pattern, *parts: Pattern) -> list[Any] | None:
-    if composite.text is not None:
-        return [composite.text]
-    found: list[Any] = [type(composite)]
-    for part in parts:
-        values = part.values() if part.text is None else [part.text]
-        if values is None:
-            return None
-        found += values
-    return found
-
-
 @dataclass(frozen=True, repr=False)
 class Both(Pattern):
     """left & right."""
@@ -380,9 +375,6 @@ class Both(Pattern):
     def leaves(self):
         yield from self.left.leaves()
         yield from self.right.leaves()
-
-    def values(self):
-        return _values(self, self.left, self.right)
 
     def terms(self):
         return counting.product(self.left.terms(), self.right.terms())
@@ -420,9 +412,6 @@ class Either(Pattern):
         yield from self.left.leaves()
         yield from self.right.leaves()
 
-    def values(self):
-        return _values(self, self.left, self.right)
-
     def terms(self):
         a, b = self.left.terms(), self.right.terms()
         return counting.plus(counting.plus(a, b), counting.product(a, b), -1)
@@ -455,9 +444,6 @@ class Not(Pattern):
 
     def leaves(self):
         yield from self.inner.leaves()
-
-    def values(self):
-        return _values(self, self.inner)
 
     def terms(self):
         return counting.plus({EVERYTHING: 1}, self.inner.terms(), -1)

@@ -83,8 +83,8 @@ class Packed(Both):
         if (work := self.kept.get(key)) is None:
             none, words = torch.zeros((0, ITEM), dtype=torch.int32), torch.from_numpy(tiles.masks).to(device)
             work = Schedule(
-                pattern=full(), items=none, blocks=torch.from_numpy(tiles.blocks), joins=none, segments=1, ragged=True,
-                slots=0, ends=tiles.ends, masks=Masks(words), rows=self.rows, row=tiles.row,
+                pattern=full(), items=none, blocks=torch.from_numpy(tiles.blocks), joins=none, segments=1,
+                ragged=True, slots=0, ends=tiles.ends, masks=Masks(words), rows=self.rows, row=tiles.row,
             )  # fmt: skip
             self.kept.put(key, work)
         work = replace(work, slots=1) if shares_tiles(work, *programs) else work
@@ -150,14 +150,10 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     covers, *given = bool((end > begin).all()), first, last, begin, end, earliest, latest
     first, last, begin, end, earliest, latest = given if covers else (x[end > begin] for x in given)
     blocks, before = (end - begin + MEMBERS - 1) // MEMBERS, (latest - begin + MEMBERS - 1) // MEMBERS
-    plain = np.maximum(
-        (earliest - begin) // MEMBERS - before, 0
-    )  # blocks without a mask, and masked ones before
+    plain = np.maximum((earliest - begin) // MEMBERS - before, 0)  # after `before` masked ones
     row, ends = first // length, np.cumsum(blocks)
 
-    words = np.zeros(
-        (len(first), WIDTH + 4), dtype=np.int32
-    )  # of each tile, with what its blocks are made of
+    words = np.zeros((len(first), WIDTH + 4), dtype=np.int32)  # and numbers of the tile
     words[:, 0], words[:, 1], words[:, 8], words[:, 9] = begin, 1, end - begin, 256 * (last - first + 1)
     words[:, 10], words[:, 11], words[:, 12], words[:, 13] = first - length * row, 1, ends - blocks, plain
     words[:, 14], words[:, 15] = before * (plain > 0), first
@@ -169,19 +165,19 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     table[:, 8] = np.minimum(table[:, 8] - at, MEMBERS)
     table[:, 9] += TESTED * masked + BEGINS * (nth == 0)
     key, until, member = table[masked][:, [0, 8, 15]].T[:, :, None]
-    each = np.ndarray(
-        (2, total + 1, MEMBERS), np.int32, partners, 0, (*partners.strides, 4)
-    )  # from each member on
+    # From each member on, the ends of MEMBERS of them.
+    each = np.ndarray((2, total + 1, MEMBERS), np.int32, partners, 0, (*partners.strides, 4))
     columns = np.minimum(np.maximum(each[:, member[:, 0]] - key, 0), until).astype(np.uint8)
     distinct, numbers = _distinct(np.concatenate(columns, axis=1).view(np.int64))
     table[masked, 8] += 256 * (1 + numbers.astype(np.int32))
     no_pair = np.zeros((1, 2 * MEMBERS), dtype=np.uint8)  # the first mask
     bits = _bits(np.concatenate([no_pair, distinct.view(np.uint8)]))
     of_tiles = row, words[:, 10], last - first + 1, begin, end, ends
-    return Tiles(*of_tiles, np.ascontiguousarray(table[:, :WIDTH]), bits, covers)
+    found: tuple[Any, ...] = *of_tiles, np.ascontiguousarray(table[:, :WIDTH]), bits, covers
+    return Tiles(*found)
 
 
-def _begins(rows: Ints) -> NDArray[np.bool_]:
+def _begins(rows: NDArray[np.integer]) -> NDArray[np.bool_]:
     """Whether a number differs from the one before it in its row."""
     found = np.ones(rows.shape, dtype=bool)
     np.not_equal(rows[:, 1:], rows[:, :-1], out=found[:, 1:])
@@ -250,8 +246,8 @@ def _packed(ids: Tensor, band: Pattern, data: NDArray[np.integer]) -> Packed | s
         return "a document is in several places of its batch row: ids that are not contiguous"
     end = np.append(first[1:], 0)
     end[end == 0] = rows.shape[1]
-    ends = (np.repeat(x, end - first).reshape(rows.shape) for x in (first, end))
-    return Packed(documents(ids.clone()), band, *ends)
+    ends: Any = [np.repeat(x, end - first).reshape(rows.shape) for x in (first, end)]
+    return Packed(documents(ids.clone()), band, ends[0], ends[1])
 
 
 def _unsupported(f: CallFacts, ids: Tensor) -> str | None:

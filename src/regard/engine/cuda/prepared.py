@@ -20,11 +20,8 @@ from .call import OPTIONAL_INPUTS, Config
 
 # Bound to names of this module: on the path of a launch every attribute lookup counts.
 _address = Tensor.data_ptr
-current_device, raw_stream, _is_capturing = (
-    compat.current_device,
-    compat.raw_stream,
-    compat.stream_is_capturing,
-)
+current_device, raw_stream = compat.current_device, compat.raw_stream
+_is_capturing = compat.stream_is_capturing
 hooks_set = compat.triton_hooks()
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -75,8 +72,8 @@ class Launch:
     def __call__(self, *given: Tensor | int) -> None:
         """Launch through Triton; the first time, compile for these tensors."""
         if self.compiled is None:
-            kinds = ((x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else type(x) for x in given)
-            key = *self.key, None if INTERPRETED else current_device(), *kinds
+            tensors = (x for x in given if isinstance(x, Tensor))
+            key = *self.key, *((x.dtype, x.device, x.data_ptr() % 16) for x in tensors)
             if (found := COMPILED.get(key)) is None:
                 self._compile(given)
                 if self.compiled is not None:  # the interpreter compiles nothing

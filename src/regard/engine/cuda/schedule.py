@@ -53,9 +53,7 @@ class Schedule:
     chained: bool = False  # … and wait for one another
     masks: Any = None  # of the Hopper kernels: tile_lists.Masks
     rows: int = 0  # of documents: how many batch rows have tiles of their own, 1 if all have the same
-    row: Any = (
-        None  # … and the row of each tile; blocks are on the host, as they are put in order before they move
-    )
+    row: Any = None  # … and the row of each tile; their blocks are on the host, to be put in order
 
 
 class Sides(NamedTuple):

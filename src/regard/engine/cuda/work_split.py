@@ -104,72 +104,78 @@ def split_work(
     dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
     backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
-    per_tile, rows, each = np.diff(work.ends, prepend=0), 1, 0
+    per_tile = np.diff(work.ends, prepend=0)
     size, table = group * per_tile, work.blocks.cpu().numpy()
     k = min(max(programs // heads, 1), int(size.sum()) if work.slots else len(size))
     if work.rows and work.slots:
-        tile, begin, end, program_of = _equal_pieces(size, k)
-    elif work.slots:
+        return _in_order(work, table, _equal_pieces(size, k), group, multiple)
+    if work.slots:
         table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(per_tile)), per_tile)))]
         pieces = _aligned_pieces(table[:, 0].astype(np.int64), work.ends, per_tile, k, group)
-        tile, begin, end, program_of = pieces.T
+        return _in_order(work, table, pieces.T, group, multiple)
+    each = 0
+    if work.rows:
+        program_of, each = _by_rows(work, size, heads, programs, dynamic_share, multiple)
+    elif not work.ordered and work.masks.spread is None and (table[:, 11] > 1).any():
+        program_of = _in_rounds(size, k, dynamic_share, multiple, backwards)
     else:
-        if work.rows:
-            rows, (program_of, each) = (
-                work.rows,
-                _by_rows(work, size, heads, programs, dynamic_share, multiple),
-            )
-        elif not work.ordered and work.masks.spread is None and (table[:, 11] > 1).any():
-            program_of = _in_rounds(size, k, dynamic_share, multiple, backwards)
-        else:
-            order = np.arange(len(size)) if work.ordered else np.argsort(-size, kind="stable")
-            program_of = _in_turn(order, size, k, dynamic_share, multiple)
-        # Tiles in order, or backwards: those that run at the same time are of one head and share keys in the cache.
-        order = np.arange(len(size))[:: -1 if backwards else 1]
-        tile = order[np.argsort(program_of[order], kind="stable")]
-        begin, end, program_of = np.zeros_like(tile), size[tile], program_of[tile]
-    parted = np.bincount(tile, minlength=len(size))[tile] > 1
-    in_tile = np.lexsort((begin, tile)) if work.slots else tile[:0]
-    slot = np.full(len(tile), -1)
-    slot[in_tile] = np.where(parted[in_tile], np.cumsum(parted[in_tile]) - 1, -1)
+        order = np.arange(len(size)) if work.ordered else np.argsort(-size, kind="stable")
+        program_of = _in_turn(order, size, k, dynamic_share, multiple)
+    # Tiles in order, or backwards: those that run at the same time are of one head and share keys in the cache.
+    order = np.arange(len(size))[:: -1 if backwards else 1]
+    tile = order[np.argsort(program_of[order], kind="stable")]
+    whole = np.stack([tile, np.zeros_like(tile), size[tile], program_of[tile]])
+    return _in_order(work, table, whole, group, multiple, each)
 
+
+def _in_order(
+    work: Schedule, table: NDArray[Any], pieces: Ints, group: int, multiple: int, each: int = 0
+) -> WorkSplit:
+    """The blocks in the order of execution. pieces: tile, first and end of its blocks, program; by program.
+
+    each: if batch rows differ, the number of programs for each of them. A row has empty ones after its own: a block
+    without members, of a tile without members, writes nothing.
+    """
+    (tile, begin, end, program_of), per_tile = pieces, np.diff(work.ends, prepend=0)
+    parts = np.bincount(tile, minlength=len(per_tile))[tile]
+    in_tile = np.lexsort((begin, tile)) if work.slots else tile[:0]
+    in_tile = in_tile[parts[in_tile] > 1]
+    slot = np.full(len(tile), -1)
+    slot[in_tile] = np.arange(len(in_tile))
+
+    # The last block of a run may be repeated, without members.
     runs = np.flatnonzero(np.append(True, program_of[1:] != program_of[:-1]))
     last, length = np.append(runs[1:], len(tile)) - 1, end - begin
-    length[last] += (
-        -np.add.reduceat(length, runs) % multiple
-    )  # the last block of a run, repeated without members
+    length[last] += -np.add.reduceat(length, runs) % multiple
     ends = np.cumsum(length)
     starts, total = ends - length, int(ends[-1])
     nth, stops = np.arange(total) + np.repeat(begin - starts, length), np.repeat(end, length)
     empty = np.flatnonzero(nth >= stops)
     nth[empty] = stops[empty] - 1
-    head = 0
-    if group > 1:
-        head, nth = np.divmod(nth, np.repeat(per_tile[tile], length))
+    head, nth = np.divmod(nth, np.repeat(per_tile[tile], length)) if group > 1 else (0, nth)
     blocks = table[nth + np.repeat((work.ends - per_tile)[tile], length)]
     blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * head
     blocks[starts, 9] |= BEGINS
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
-    first = in_tile[parted[in_tile] & (begin[in_tile] == 0)]
+    first = in_tile[begin[in_tile] == 0]
     joins, of_first = np.zeros((len(first), ITEM), dtype=np.int64), blocks[starts[first]]
-    joins[:, :2], joins[:, 2], joins[:, 3] = of_first[:, 10:], of_first[:, 9] >> 8 & 255, slot[first]
-    joins[:, 4] = np.bincount(tile)[tile[first]]
+    joins[:, :2], joins[:, 2] = of_first[:, 10:], of_first[:, 9] >> 8 & 255
+    joins[:, 3], joins[:, 4] = slot[first], parts[first]
 
-    # Where batch rows differ, a row has empty programs after its own, so that all rows have as many: a block without
-    # members, of a tile without members, writes nothing.
-    nobody = np.zeros((multiple if rows > 1 else 0, WIDTH), dtype=np.int32)
+    nobody = np.zeros((multiple if each else 0, WIDTH), dtype=np.int32)
     nobody[:, 9], nobody[:1, 9] = TESTED, TESTED | BEGINS
-    of, begins = program_of[runs] if rows > 1 else np.arange(len(runs)), starts[runs]
-    chunks = np.empty((each or len(runs), 4 + WIDTH), dtype=np.int32)
+    of, begins = program_of[runs] if each else np.arange(len(runs)), starts[runs]
+    chunks = np.empty((work.rows * each or len(runs), 4 + WIDTH), dtype=np.int32)
     chunks[:, :4], chunks[:, 4:] = [total, total + multiple] * 2, nobody[:1].sum(0)
     chunks[of, 0], chunks[of, 1], chunks[of, 4:] = begins, np.append(begins[1:], total), blocks[begins]
     chunks[:, 2:4] = chunks[:, :2]
-    tables = np.concatenate([blocks, nobody]), chunks, joins, np.repeat(slot, length)
+    tables: list[NDArray[Any]] = [np.concatenate([blocks, nobody]), chunks, joins, np.repeat(slot, length)]
     flat = np.concatenate([x.ravel() for x in tables], dtype=np.int32, casting="unsafe")
     # By one copy. All but the last table have rows of 32 bytes or more, so each begins at a multiple of 16.
     moved, until = torch.from_numpy(flat).to(work.masks.words.device), accumulate(x.size for x in tables)
     there = [moved[end - x.size : end].view(x.shape) for x, end in zip(tables, until)]
-    return WorkSplit(there[0], there[1], there[3], there[2], int(parted.sum()), work.masks.words, rows)
+    rows = work.rows if each else 1
+    return WorkSplit(there[0], there[1], there[3], there[2], len(in_tile), work.masks.words, rows)
 
 
 # Packed documents, whose heads stay apart: new ids come at every step, and with all heads in one table preparing them
@@ -196,14 +202,14 @@ def _programs_of_rows(work: Schedule, heads: int, programs: int) -> Ints:
 
 
 def _by_rows(work: Schedule, size: Ints, heads: int, programs: int, *how: Any) -> tuple[Ints, int]:
-    """The program of each tile, those of a batch row after those of the one before, and their number: as many for
-    each row."""
+    """The program of each tile, those of a batch row after those of the one before; and if there are several rows,
+    how many programs each of them has."""
     found, k = [], _programs_of_rows(work, heads, programs)
     for row, (a, b) in enumerate(pairwise(work.row.searchsorted(np.arange(work.rows + 1)).tolist())):
         order = np.argsort(-size[a:b], kind="stable")
         found.append(_in_turn(order, size[a:b], min(int(k[row]), b - a), *how))
     each = 1 + max(int(x.max(initial=-1)) for x in found)
-    return np.concatenate(found) + each * work.row, (work.rows > 1) * work.rows * each
+    return np.concatenate(found) + each * work.row, each if work.rows > 1 else 0
 
 
 def _equal_pieces(size: Ints, programs: int) -> Ints:
