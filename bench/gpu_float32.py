@@ -6,7 +6,7 @@ products  the Triton kernels with their stored configurations, split and IEEE, b
           backward of a sparse pattern, and the largest error of o, dq, dk and dv against float64, as a share of what
           is allowed (twice that of the formula in float32, + 4 ulp); SDPA with the mask beside them
 short     the same at n = 512, where the backward pass is one launch
-groups    dense attention of grouped heads: SDPA by its formula (enable_gqa), what `auto` runs, and the Triton kernels;
+groups    dense attention of grouped heads: SDPA by its formula (enable_gqa), what `auto` runs, the Triton kernels;
           with the peak memory of a call with gradients
 
 Kernels are compiled by a process for each width first.

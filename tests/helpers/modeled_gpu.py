@@ -62,6 +62,7 @@ class CountedProgram(prepared.Program):
 
     def __init__(self, *given, **more):
         super().__init__(*given, **more)
+        self.on_gpu = True
         self.direct = [(lambda *_: None, x.grid, (), pick, ()) for x, pick, _ in self.launches]
 
 
@@ -83,7 +84,7 @@ def counting_gpu() -> Iterator[list[CountedProgram]]:
         (hopper, "programs_at_a_time", lambda config, device: 132),
         (prepared, "constants", lambda sizes: sizes),
         (compat, "stream_is_capturing", lambda: False),
-        *((holder, "_is_capturing", lambda: False) for holder in (host,)),
+        *((holder, "_is_capturing", lambda: False) for holder in (host, prepared)),
         *((holder, "raw_stream", lambda device: 0) for holder in (host, prepared)),
         *((holder, "current_device", lambda: -1) for holder in (host, prepared)),
         (prepared, "hooks_set", lambda: False),

@@ -71,15 +71,14 @@ class Pattern:
 
     def values(self) -> list[Any] | None:
         """What decides its pairs: its text; with data, how it is composed and its data. None: not all is known."""
-        if self.text is not None:
-            return [self.text]
-        found: list[Any] = [type(self)]
-        for name in getattr(self, "__match_args__", ()):  # the fields of a dataclass
-            part = getattr(self, name)
-            if not isinstance(part, Pattern) or (values := part.values()) is None:
+        found: list[Any] = [type(self) if self.text is None else self.text]
+        for name in self.__dataclass_fields__ if self.text is None else ():  # type: ignore[attr-defined]
+            given = getattr(self, name)
+            more = given.values() if isinstance(given, Pattern) else [given]
+            if more is None:
                 return None
-            found += values
-        return found if len(found) > 1 else None
+            found += more
+        return found
 
     def state(self) -> tuple[Any, ...] | None:
         """A key for the pairs that it allows now, valid as long as its `values` exist; None if a change of them could

@@ -43,9 +43,6 @@ class Data(Pattern):
     def terms(self):
         raise ShapeError(f"{self!r} carries data: there is no formula for it")
 
-    def values(self):
-        return [type(self), *map(vars(self).get, self.__dataclass_fields__)]  # type: ignore[attr-defined]
-
     def classify(self, grid: BlockGrid) -> Classes:
         """Which blocks of the grid it allows as a whole, and which not at all; "neither" is always a safe answer."""
         return grid.enumerate(self.allows)

@@ -18,17 +18,19 @@ from launch_model import LaunchError, check_backward, check_forward
 from modeled_gpu import Case, counting_gpu, modeled_gpu
 from regard.engine import backends
 from regard.engine.attention import attention, call_of
+from regard.engine.backends import OF_DATA
 from regard.engine.call import CallFacts, Options
 from regard.engine.cuda import call as cuda_call
 from regard.engine.cuda import documents as packed_documents
-from regard.engine.cuda import host, work_split
+from regard.engine.cuda import host, prepared
 from regard.engine.cuda.backend import Triton
-from regard.engine.cuda.call import CallLayout, contiguous, task
+from regard.engine.cuda.call import CallLayout, Config, contiguous, task
 from regard.engine.cuda.documents import Packed, read
-from regard.engine.cuda.prepared import PREPARED
-from regard.engine.cuda.schedule import TESTED, device_passes
+from regard.engine.cuda.hopper import launches as hopper
+from regard.engine.cuda.prepared import PREPARED, Launch, Program
+from regard.engine.cuda.schedule import BEGINS, TESTED, device_passes
 from regard.engine.cuda.tile_lists import tables, with_masks
-from regard.engine.cuda.work_split import split_work
+from regard.engine.cuda.work_split import WorkSplit, split_work
 from regard.engine.explain import explain
 from regard.errors import BackendError
 from regard.pattern import Pattern, causal, documents, every, full, prefix, sinks, where, window
@@ -107,8 +109,13 @@ def random_case(seed: int, most_pairs: int) -> Case:
 
 
 def check(case: Case) -> None:
-    assert check_forward(case) in (["forward"], [])  # none where no query is in a document
-    assert check_backward(case) in (["dq", "dkv"], [])
+    assert check_forward(case) in (
+        ["forward"],
+        ["forward SPLIT", "merge"],
+        [],
+    )  # none: no query is in a document
+    by_keys = " ".join(check_backward(case)).removeprefix("dq").removeprefix(" SPLIT sum").lstrip()
+    assert by_keys in ("dkv", "dkv SPLIT sum", "")
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -154,23 +161,29 @@ def test_short_documents_share_a_tile_and_none_is_cut():
     assert (tiles.end - tiles.begin).tolist() == [64, 64, 64, 65, 65, 40, 40]
 
 
+def cut_of(pattern: Packed, n: int, heads: int, programs: int, by_keys: bool = False, **how) -> WorkSplit:
+    place = pattern, n, n, 0, 1
+    (step,) = pattern.passes(place, by_keys, torch.device("cpu"), heads, programs).steps
+    return split_work(step.work, heads, programs, **how)
+
+
 def test_tiles_of_one_shape_share_their_masks():
     """Of 32 causal documents of 512, all blocks on the diagonal have one mask, and the others need none."""
     pattern = packed(torch.arange(16384) // 512, causal())
     for by_keys in (False, True):
-        (step,) = pattern.passes((pattern, 16384, 16384, 0, 1), by_keys, torch.device("cpu")).steps
-        assert len(step.work.masks.words) == 2 and len(step.work.blocks) == 32 * 8 * 9 // 2
-        assert int((step.work.blocks[:, 9] & TESTED).sum()) == 32 * 8
+        cut = cut_of(pattern, 16384, 16, 132, by_keys)
+        assert len(cut.masks) == 2 and len(cut.blocks) == 32 * 8 * 9 // 2
+        assert int((cut.blocks[:, 9] & TESTED).sum()) == 32 * 8
     pattern = packed(torch.arange(16400) // 100, causal())
-    (step,) = pattern.passes((pattern, 16400, 16400, 0, 1), False, torch.device("cpu")).steps
-    assert len(step.work.masks.words) == 3  # the first allows nothing; of 64 queries, and of the last 36
+    assert (
+        len(cut_of(pattern, 16400, 16, 132).masks) == 3
+    )  # the first allows nothing; of 64 queries, of the last 36
 
 
 def test_programs_of_a_batch_row_are_by_its_share_of_the_work():
     """One document of 1024 has 136 blocks, 16 of 64 have 16."""
     pattern = packed(torch.stack([torch.zeros(1024, dtype=torch.long), torch.arange(1024) // 64]), causal())
-    (step,) = pattern.passes((pattern, 1024, 1024, 0, 1), False, torch.device("cpu")).steps
-    cut = split_work(step.work, 4, 64)
+    cut = cut_of(pattern, 1024, 4, 64)
     begin, end = cut.chunks[:, 0].view(2, -1), cut.chunks[:, 1].view(2, -1)
     is_empty = begin == len(cut.blocks) - 1
     assert cut.programs == 16 and (~is_empty).sum(1).tolist() == [16, 3]
@@ -179,26 +192,74 @@ def test_programs_of_a_batch_row_are_by_its_share_of_the_work():
 
 def test_many_heads_have_several_programs_each_so_that_all_multiprocessors_have_work():
     pattern = packed(torch.arange(4096) // 512, causal())
-    (step,) = pattern.passes((pattern, 4096, 4096, 0, 1), False, torch.device("cpu")).steps
     assert (
-        split_work(step.work, 256, 396).programs == 9
+        cut_of(pattern, 4096, 256, 396).programs == 9
     )  # 2304 in 6 turns of 396; one each would leave 140 idle
-    assert split_work(step.work, 16, 396).programs == 24  # in one turn
+    assert cut_of(pattern, 4096, 16, 396).programs == 24  # in one turn
+
+
+# One long document and few heads: programs share tiles
+
+
+def work_of(cut: WorkSplit) -> torch.Tensor:
+    """Blocks of each program of a head, where writing the results of a tile or a part of it counts as one."""
+    runs = [cut.blocks[a:b, 9] for a, b in cut.chunks[:, :2].tolist()]
+    return torch.tensor([len(marks) + int((marks & BEGINS > 0).sum()) for marks in runs])
+
+
+LONG = {  # documents, heads, programs at a time
+    "n = 4096, 1 head": ([4096], 1, 396),
+    "n = 4096, 3 heads": ([4096], 3, 264),
+    "n = 16384, 1 head": ([16384], 1, 396),
+    "n = 16384, 2 heads": ([16384], 2, 396),
+    "one long document of many": ([3000] + [64] * 200, 3, 264),
+    "documents of several lengths": ([8192, 4096, 2048, 1024, 512, 512], 2, 396),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("band", [full(), causal()], ids=repr)
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_one_long_document_keeps_all_programs_of_few_heads_busy(name, band, by_keys):
+    lengths, heads, programs = LONG[name]
+    pattern, n = packed(ids_of(*lengths), band), sum(lengths)
+    cut = cut_of(pattern, n, heads, programs, by_keys)
+    tiles = pattern.tiles(n, 0, by_keys)
+    balanced = (len(tiles.blocks) + len(tiles.ends)) / (programs // heads)
+    assert (
+        work_of(cut).max() <= 1.3 * balanced + 2
+    )  # a piece is of whole blocks, and shorter ones than 2 are not made
+    assert cut.programs <= programs // heads
+
+
+def test_tiles_are_shared_only_where_merging_pays():
+    long = packed(ids_of(4096), causal())
+    assert cut_of(long, 4096, 1, 396).slots and cut_of(long, 4096, 8, 396).slots
+    assert not cut_of(long, 4096, 16, 396).slots  # 64 blocks of the longest tile, 87 of each program
+    assert not cut_of(
+        packed(ids_of(512), causal()), 512, 1, 396
+    ).slots  # 8 blocks take no longer than merging
+    assert not cut_of(packed(torch.arange(4096) // 512, causal()), 4096, 1, 396).slots
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_shared_tiles_count_every_pair_once(by_rows):
+    ids = ids_of(2, 1500, 98)
+    case = Case(packed(ids, causal()), 1600, h=2, h_kv=1, programs=132, heads_inside=by_rows)
+    assert check_forward(case) == ["forward SPLIT", "merge"]
+    assert check_backward(case) == ["dq SPLIT", "sum", "dkv SPLIT", "sum"]
 
 
 # The model reports faults of these tables
 
 
 def changed_rows(change):
-    def split(*given):
-        cut = work_split_rows(*given)
+    def split(*given, **more):
+        cut = split_work(*given, **more)
         change(cut)
         return cut
 
-    return mock.patch.object(work_split, "_split_rows", split)
-
-
-work_split_rows = work_split._split_rows
+    return mock.patch.object(hopper, "split_work", split)
 
 
 def test_an_empty_program_that_had_a_member_is_reported():
@@ -425,7 +486,7 @@ def test_new_ids_at_each_call_fill_no_cache_and_are_dropped():
 def test_a_second_call_with_the_same_ids_prepares_nothing():
     call = facts(documents(torch.arange(512) // 100) & causal())
     kept = len(launches_of(call).kept)
-    with mock.patch.object(packed_documents, "_schedule", side_effect=AssertionError):
+    with mock.patch.object(packed_documents, "_cut", side_effect=AssertionError):
         assert len(launches_of(call).kept) == kept
 
 
@@ -487,11 +548,65 @@ def test_a_repeated_call_reads_ids_again_that_were_written():
         assert (len(programs), made.call_count) == (2, 2)
 
 
+@pytest.mark.usefixtures("on_hopper", "empty_caches", "unchecked")
+def test_tables_that_a_cuda_graph_replays_stay_when_their_ids_are_dropped():
+    q = torch.zeros(1, 4, 512, 64, dtype=BF16)
+
+    def call(length: int) -> weakref.ref[Program]:
+        attention(q, q, q, documents(torch.arange(512) // length) & causal())
+        return weakref.ref(programs[-1])
+
+    with counting_gpu() as programs, mock.patch.object(prepared, "REPLAYED", set()):
+        dropped = call(100)
+        call(101)
+        with mock.patch.object(prepared, "_is_capturing", lambda: True):
+            replayed = call(101)
+        programs.clear()
+        for cache in (packed_documents._by_tensor, packed_documents._by_contents, OF_DATA):
+            cache.clear()
+        assert dropped() is None and replayed() is not None
+
+
+class Kernel:
+    """In place of a kernel of Triton: what it is compiled for, and how often it was launched."""
+
+    arg_names = "X", "TABLE", "n", "S"
+
+    def __init__(self):
+        self.compiled, self.launched = 0, 0
+
+    def __getitem__(self, grid):
+        def run(*given, **options):
+            self.compiled += bool(options)
+            self.launched += 1
+            return self if options else None
+
+        return run
+
+    run, function, packed_metadata = None, None, None
+
+
+def test_launches_with_other_tables_share_a_compiled_kernel():
+    kernel, config = Kernel(), Config(64, 64, 4, 1)
+    x, tables = torch.zeros(8), (torch.zeros(4, dtype=torch.int32), torch.zeros(12, dtype=torch.int32))
+
+    def launch(programs, *given, n=5, S=1):
+        Launch(kernel, programs, config, n, S=S)(*given)
+        return kernel.compiled
+
+    with mock.patch.object(prepared, "current_device", lambda: 0):
+        assert launch(3, x, tables[0]) == launch(9, x, tables[1]) == 1
+        others = [{"n": 6}, {"S": 2}]
+        assert [launch(3, x, tables[0], **more) for more in others] == [2, 3]
+        assert launch(3, x.double(), tables[0]) == 4 and launch(3, x[1:], tables[0]) == 5
+        assert launch(3, x, tables[1]) == 5 and kernel.launched == 7
+
+
 @pytest.mark.usefixtures("on_hopper")
 def test_a_call_computes_with_the_ids_that_were_read():
     """What `attention` passes on: the pattern with a copy of the ids, in a task of its own."""
     ids = torch.arange(512) // 100
-    prepared = Triton().prepare(facts(documents(ids) & causal()))
+    made = Triton().prepare(facts(documents(ids) & causal()))
     given = []
     q = torch.randn(1, 4, 512, 64)
     call = call_of(q, q, q, documents(ids) & causal(), return_lse=True)
@@ -499,9 +614,9 @@ def test_a_call_computes_with_the_ids_that_were_read():
         mock.patch("regard.engine.cuda.backend.task", lambda q, v, options, extras: given.append(options)),
         mock.patch.object(host, "forward", lambda q, k, v, task, extras: (q, q[..., 0].float())),
     ):
-        o, lse = prepared.run(call)
+        o, lse = made.run(call)
     assert isinstance(given[0].pattern, Packed) and o.shape == q.shape and lse.shape == q.shape[:3]
-    assert prepared.joins_sink
+    assert made.joins_sink
     assert np.array_equal(
         given[0].pattern.allowed(512).numpy(), (documents(ids) & causal()).allowed(512).numpy()
     )

@@ -11,7 +11,6 @@ Nothing here imports Triton before a call runs.
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
-from itertools import pairwise
 from operator import and_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,11 +23,11 @@ from ... import compat
 from ...pattern import Both, Pattern, documents, full
 from ...pattern.classification import intervals
 from ...pattern.clauses import conjuncts
-from ...progression import FAR, Ints
+from ...progression import Ints
 from ..call import Cache, CallFacts, Place, eager
 
 if TYPE_CHECKING:
-    from .schedule import DevicePasses, Schedule
+    from .schedule import DevicePasses
 
 MEMBERS = 64  # of a tile, and of a block
 WIDTHS = range(33, 257)  # of heads that the Hopper kernels take
@@ -37,15 +36,22 @@ MAX_KEPT = 64  # tables and prepared launches of one of them
 
 
 class Tiles(NamedTuple):
-    """Tiles of neighboring members of all batch rows, one row after the other, and the interval of each member."""
+    """Tiles of neighboring members that have partners, those of all batch rows one after the other."""
 
-    first: Ints
+    row: Ints
+    first: Ints  # of the members of a tile, in its row
     size: Ints
-    low: Ints  # of each member, its first partner and the end of its partners; FAR and 0 if it has none
-    high: Ints
-    begin: Ints  # the same of each tile: of any of its members; the end is 0 if none has a partner
+    begin: Ints  # of the partners of any of its members
     end: Ints
-    pairs: int  # that are computed, of all batch rows
+    ends: Ints  # of its blocks of partners: first those that need no mask
+    blocks: NDArray[np.int32]
+    masks: NDArray[np.int32]  # the words of the masks
+    covers: bool  # every member is in a tile
+
+    @property
+    def pairs(self) -> int:
+        """That are computed, of all batch rows."""
+        return int((self.size * (self.end - self.begin)).sum())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,35 +71,45 @@ class Packed(Both):
         key = "tiles", n, start, by_keys
         return self.kept.get(key) or self.kept.put(key, _cut(*self._intervals(n, start, by_keys)))
 
-    def passes(self, place: Place, by_keys: bool, device: torch.device) -> "DevicePasses":
-        from .schedule import DevicePass, DevicePasses
+    def passes(self, place: Place, by_keys: bool, device: torch.device, *programs: int) -> "DevicePasses":
+        """programs: the number of heads whose tiles these are, and of programs that run at the same time."""
+        from .schedule import ITEM, DevicePass, DevicePasses, Schedule
+        from .tile_lists import Masks
+        from .work_split import shares_tiles
 
-        _, n, _, start, _ = place
-        key = "passes", n, start, by_keys, device
-        if (made := self.kept.get(key)) is None:
-            tiles = self.tiles(n, start, by_keys)
-            works = [_schedule(tiles, self.rows, device)] if tiles.pairs else []
-            steps = tuple(DevicePass(work, None, False, False) for work in works)
-            made = self.kept.put(key, DevicePasses(steps, bool((tiles.end > 0).all())))
-        return made
+        tiles, key = self.tiles(place[1], place[3], by_keys), ("work", *place[1:], by_keys, device)
+        if not len(tiles.blocks):
+            return DevicePasses((), tiles.covers)
+        if (work := self.kept.get(key)) is None:
+            none, words = torch.zeros((0, ITEM), dtype=torch.int32), torch.from_numpy(tiles.masks).to(device)
+            work = Schedule(
+                pattern=full(), items=none, blocks=torch.from_numpy(tiles.blocks), joins=none, segments=1,
+                ragged=True, slots=0, ends=tiles.ends, masks=Masks(words), rows=self.rows, row=tiles.row,
+            )  # fmt: skip
+            self.kept.put(key, work)
+        work = replace(work, slots=1) if shares_tiles(work, *programs) else work
+        return DevicePasses((DevicePass(work, None, False, False),), tiles.covers)
 
     def _intervals(self, n: int, start: int, by_keys: bool) -> tuple[Ints, Ints, Ints]:
-        """Of each query, or each key: where its document begins, its first partner, the end of its partners."""
-        m, i = self.first.shape[1], np.arange(start, start + n)
-        inside = np.clip(i, 0, m - 1)
-        first = np.where(i < 0, -1, np.where(i < m, self.first[:, inside], m))
-        end = np.where(i < 0, 0, self.end[:, inside])  # beyond the ids, no interval ends after it begins
-        low, high = _bounds(self.right, n, m, start)
-        low, high = np.maximum(first, low), np.minimum(end, high)
-        if not by_keys:
-            return first, low, high
-        low, high = (np.stack([_up_to(row, m) for row in x]) for x in (high, low))
-        return self.first, low, high
+        """Of each query, or each key: where its document begins, its first partner, the end of its partners. Neither
+        of the latter ever decreases; one that has no partner ends before it begins, or there."""
+        m, first, end = self.first.shape[1], self.first, self.end
+        if (start, n) != (0, m):
+            i = np.arange(start, start + n)
+            inside = np.clip(i, 0, m - 1)
+            first = np.where(i < 0, -1, np.where(i < m, first[:, inside], m))
+            end = np.where(i < 0, 0, end[:, inside])  # beyond the ids, no interval ends after it begins
+        found = _bounds(self.right, n, m, start)
+        assert found is not None
+        low, high = np.maximum(first, found[0]), np.minimum(end, found[1])
+        return (self.first, _up_to(high, m), _up_to(low, m)) if by_keys else (first, low, high)
 
 
 def _up_to(ends: Ints, m: int) -> Ints:
-    """How many of these are at most 0, 1, …, m − 1."""
-    return np.bincount(np.clip(ends, 0, m), minlength=m + 1)[:m].cumsum()
+    """Of each batch row, how many of these are at most 0, 1, …, m − 1."""
+    rows = len(ends)
+    at = (ends + (m + 1) * np.arange(rows)[:, None]).ravel()
+    return np.bincount(at, minlength=rows * (m + 1)).reshape(rows, m + 1)[:, :m].cumsum(axis=1)
 
 
 @lru_cache(maxsize=64)
@@ -102,7 +118,7 @@ def _bounds(band: Pattern, n: int, m: int, start: int) -> tuple[Ints, Ints] | No
     found = intervals(band, np.arange(start, start + n), m)
     if found is None or any((np.diff(x) < 0).any() for x in found):
         return None
-    return found[0], found[1] + 1
+    return np.clip(found[0], 0, m), np.clip(found[1] + 1, 0, m)
 
 
 # Tables
@@ -110,20 +126,62 @@ def _bounds(band: Pattern, n: int, m: int, start: int) -> tuple[Ints, Ints] | No
 
 def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     """Members in tiles: a document from its beginning on, short ones together as far as they fit."""
-    length, size = document.shape[1], document.size
-    edges = np.append(np.flatnonzero(np.diff(document, axis=1, prepend=-2)), size)
-    room = np.minimum(edges[:-1] + MEMBERS, (edges[:-1] // length + 1) * length)
-    after = np.maximum(np.searchsorted(edges, room, side="right") - 1, np.arange(1, len(edges))).tolist()
-    runs, at = [0], 0
-    while (at := after[at]) < len(after):
-        runs.append(at)
-    tiles = -(-np.diff(edges[runs], append=size) // MEMBERS)
-    first = np.repeat(edges[runs], tiles) + MEMBERS * _nth(tiles)
-    empty = (low >= high).ravel()
-    low, high = np.where(empty, FAR, low.ravel()), np.where(empty, 0, high.ravel())
-    rows, ends = np.diff(first, append=size), np.maximum.reduceat(high, first)
-    begins = np.minimum.reduceat(low, first)
-    return Tiles(first, rows, low, high, begins, ends, int((rows * (ends - begins).clip(0)).sum()))
+    from .schedule import BEGINS, TESTED, WIDTH
+    from .tile_lists import _distinct
+
+    length, total = document.shape[1], document.size
+    edges = np.append(np.flatnonzero(_begins(document)), total)
+    count = len(edges) - 1
+    room = np.minimum(edges + MEMBERS, (edges // length + 1) * length)
+    after = np.maximum(edges.searchsorted(room, side="right") - 1, np.arange(1, count + 2))
+    after[count] = count
+    runs = np.zeros(1, dtype=np.int64)  # of documents, each of one long one, or of several short ones
+    while runs[-1] < count:  # so many runs are known, and `after` skips as many
+        runs, after = np.append(runs, after[runs]), after[after]
+    runs = edges[runs[: runs.searchsorted(count)]]
+    tiles = (np.append(runs[1:], total) - runs + MEMBERS - 1) // MEMBERS
+    first = np.repeat(runs, tiles) + MEMBERS * _nth(tiles)
+    last = np.append(first[1:], total) - 1
+    # The first partner of each member and the end of its partners. A member past the end of its tile is in a later
+    # document, or there is none, so it has no partners in the tile's blocks; its results are not used.
+    partners = np.full((2, total + MEMBERS), max(length, int(high[-1, -1])), dtype=np.int32)
+    partners[0, :total], partners[1, :total] = low.ravel(), high.ravel()
+    (begin, earliest), (latest, end) = partners[:, first], partners[:, last]
+    covers, *given = bool((end > begin).all()), first, last, begin, end, earliest, latest
+    first, last, begin, end, earliest, latest = given if covers else (x[end > begin] for x in given)
+    blocks, before = (end - begin + MEMBERS - 1) // MEMBERS, (latest - begin + MEMBERS - 1) // MEMBERS
+    plain = np.maximum((earliest - begin) // MEMBERS - before, 0)  # after `before` masked ones
+    row, ends = first // length, np.cumsum(blocks)
+
+    words = np.zeros((len(first), WIDTH + 4), dtype=np.int32)  # and numbers of the tile
+    words[:, 0], words[:, 1], words[:, 8], words[:, 9] = begin, 1, end - begin, 256 * (last - first + 1)
+    words[:, 10], words[:, 11], words[:, 12], words[:, 13] = first - length * row, 1, ends - blocks, plain
+    words[:, 14], words[:, 15] = before * (plain > 0), first
+    table = np.repeat(words, blocks, axis=0)
+    nth, plain, before = np.arange(len(table), dtype=np.int32) - table[:, 12], table[:, 13], table[:, 14]
+    masked = nth >= plain
+    at = MEMBERS * np.where(masked, nth - plain * (nth < plain + before), nth + before)
+    table[:, 0] += at
+    table[:, 8] = np.minimum(table[:, 8] - at, MEMBERS)
+    table[:, 9] += TESTED * masked + BEGINS * (nth == 0)
+    key, until, member = table[masked][:, [0, 8, 15]].T[:, :, None]
+    # From each member on, the ends of MEMBERS of them.
+    each = np.ndarray((2, total + 1, MEMBERS), np.int32, partners, 0, (*partners.strides, 4))
+    columns = np.minimum(np.maximum(each[:, member[:, 0]] - key, 0), until).astype(np.uint8)
+    distinct, numbers = _distinct(np.concatenate(columns, axis=1).view(np.int64))
+    table[masked, 8] += 256 * (1 + numbers.astype(np.int32))
+    no_pair = np.zeros((1, 2 * MEMBERS), dtype=np.uint8)  # the first mask
+    bits = _bits(np.concatenate([no_pair, distinct.view(np.uint8)]))
+    of_tiles = row, words[:, 10], last - first + 1, begin, end, ends
+    found: tuple[Any, ...] = *of_tiles, np.ascontiguousarray(table[:, :WIDTH]), bits, covers
+    return Tiles(*found)
+
+
+def _begins(rows: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Whether a number differs from the one before it in its row."""
+    found = np.ones(rows.shape, dtype=bool)
+    np.not_equal(rows[:, 1:], rows[:, :-1], out=found[:, 1:])
+    return found
 
 
 def _nth(counts: Ints) -> Ints:
@@ -131,55 +189,20 @@ def _nth(counts: Ints) -> Ints:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _schedule(tiles: Tiles, rows: int, device: torch.device) -> "Schedule":
-    """The blocks of these tiles with their masks; on the host, as they are assigned to programs before they move."""
-    from .schedule import BEGINS, ITEM, TESTED, WIDTH, Schedule
-    from .tile_lists import Masks, _distinct
-
-    per_tile = -(-(tiles.end - tiles.begin).clip(0) // MEMBERS)
-    tile = np.repeat(np.arange(len(per_tile)), per_tile)
-    key = tiles.begin[tile] + MEMBERS * _nth(per_tile)
-    latest = np.maximum.reduceat(tiles.low, tiles.first)
-    earliest = np.minimum.reduceat(tiles.high, tiles.first)
-    tested = (latest[tile] > key) | (earliest[tile] < key + MEMBERS)
-    order = np.argsort(2 * tile + tested, kind="stable")  # blocks that need no mask come first
-    tile, key, tested = tile[order], key[order], tested[order]
-    of = tile[tested, None]
-    member = tiles.first[of] + np.minimum(np.arange(MEMBERS), tiles.size[of] - 1)  # then the last one again
-    ends = (x[member] - key[tested, None] for x in (tiles.low, tiles.high))
-    columns = np.concatenate([np.clip(x, 0, MEMBERS).astype(np.uint8) for x in ends], axis=1)
-    distinct, which = _distinct(columns.view(np.int64))
-    distinct = np.pad(distinct, ((1, 0), (0, 0)))  # the first mask allows no pair
-    words = torch.from_numpy(_bits(distinct.view(np.uint8)))
-    length = len(tiles.low) // rows
-    blocks = np.zeros((len(tile), WIDTH), dtype=np.int32)
-    blocks[:, 0], blocks[:, 1], blocks[:, 8] = key, 1, np.minimum(tiles.end[tile] - key, MEMBERS)
-    blocks[tested, 8] += 256 * (1 + which).astype(np.int32)
-    blocks[:, 9] = TESTED * tested + BEGINS * (np.diff(tile, prepend=-1) > 0) + 256 * tiles.size[tile]
-    blocks[:, 10], blocks[:, 11] = tiles.first[tile] % length, 1
-    none = torch.zeros((0, ITEM), dtype=torch.int32)
-    work = Schedule(
-        pattern=full(), items=none, blocks=torch.from_numpy(blocks), joins=none, segments=1, ragged=True, slots=0,
-        ends=np.cumsum(per_tile[per_tile > 0]), masks=Masks(words),
-    )  # fmt: skip
-    at = [0, *np.searchsorted(tiles.first[tile] // length, np.arange(1, rows)).tolist(), len(tile)]
-    each = (
-        replace(work, blocks=work.blocks[a:b], ends=work.ends[(work.ends > a) & (work.ends <= b)] - a)
-        for a, b in pairwise(at)
-    )
-    return replace(work, rows=tuple(each), masks=Masks(words.to(device)))
-
-
-BELOW = np.array([(1 << x) - 1 for x in range(MEMBERS + 1)], dtype="<u8")  # the bits of the columns before x
+# The bits of the columns before x, by x.
+BELOW = np.array([(1 << x) - 1 for x in range(MEMBERS + 1)], dtype=np.uint64)
+TWO, *CLOSER = map(np.uint64, (0x0303030303030303, 0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF, 0xFFFFFFFF))
 
 
 def _bits(ends: NDArray[np.uint8]) -> NDArray[np.int32]:
     """`tile_lists._bits` of intervals. ends: of each mask, the first column of each row, then the end of each."""
     of_rows = BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]]
-    eight = of_rows.view(np.uint8).reshape(-1, 4, 2, 8, 1, 8)  # columns of rows 16 · x + y and 16 · x + y + 8
-    two = eight >> 2 * np.arange(4, dtype=np.uint8)[:, None] & 3
-    four = two[:, :, 0] | two[:, :, 1] << 2
-    return (four[..., ::2] | four[..., 1::2] << 4).view("<i4").reshape(len(ends), -1)
+    of_pairs = of_rows.reshape(-1, 4, 2, 8, 1)  # rows 16 · x + y and 16 · x + y + 8
+    two = of_pairs >> 2 * np.arange(4, dtype=np.uint64) & TWO  # of each eight columns
+    bits = two[:, :, 0] | two[:, :, 1] << np.uint64(2)
+    for shift, mask in zip((4, 8, 16), CLOSER):  # four bits of each byte, moved next to one another
+        bits = (bits | bits >> np.uint64(shift)) & mask
+    return bits.astype(np.uint32).view(np.int32).reshape(len(ends), -1)
 
 
 # Which calls
@@ -215,15 +238,16 @@ def read(f: CallFacts) -> Packed | str:
 
 def _packed(ids: Tensor, band: Pattern, data: NDArray[np.integer]) -> Packed | str:
     rows = data.reshape(-1, data.shape[-1])
-    rows = rows[:1] if (rows == rows[:1]).all() else rows
-    begins = np.diff(rows, axis=1, prepend=rows[:, :1] - 1) != 0
-    if any(len(np.unique(row[new])) < new.sum() for row, new in zip(rows, begins)):
+    rows = rows[:1] if len(rows) == 1 or (rows == rows[:1]).all() else rows
+    of_row, first = np.divmod(np.flatnonzero(_begins(rows)), rows.shape[1])
+    labels = rows[of_row, first]
+    order = np.lexsort((labels, of_row))
+    if ((np.diff(labels[order]) == 0) & (np.diff(of_row[order]) == 0)).any():
         return "a document is in several places of its batch row: ids that are not contiguous"
-    at = np.arange(rows.shape[1] + 1)
-    first = np.maximum.accumulate(np.where(begins, at[:-1], 0), axis=1)
-    ends = np.where(np.append(begins[:, 1:], np.full((len(rows), 1), True), axis=1), at[1:], at[-1])
-    end = np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]
-    return Packed(documents(ids.clone()), band, first, end)
+    end = np.append(first[1:], 0)
+    end[end == 0] = rows.shape[1]
+    ends: Any = [np.repeat(x, end - first).reshape(rows.shape) for x in (first, end)]
+    return Packed(documents(ids.clone()), band, ends[0], ends[1])
 
 
 def _unsupported(f: CallFacts, ids: Tensor) -> str | None:

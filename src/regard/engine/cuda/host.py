@@ -27,9 +27,7 @@ def _launches_of(task: Task) -> Cache:
 def _once_per_layout(make: Callable[[CallLayout], Any]) -> Callable[[CallLayout], Any]:
     def find(call: CallLayout) -> Any:
         cache, key = _launches_of(call.task), (make, *call)
-        if (
-            cache is not PREPARED
-        ):  # it belongs to ids, whose pattern no key refers to: both are dropped at once
+        if cache is not PREPARED:  # it belongs to ids: no key refers to their pattern, which refers to it
             key = make, *tuple(vars(call.task).values())[1:], *call[1:]
         found = cache.get(key)
         return cache.put(key, make(call)) if found is None else found

@@ -5,6 +5,7 @@ One bounded cache, shared by all threads, holds every prepared call.
 
 import os
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -20,17 +21,24 @@ from .call import OPTIONAL_INPUTS, Config
 # Bound to names of this module: on the path of a launch every attribute lookup counts.
 _address = Tensor.data_ptr
 current_device, raw_stream = compat.current_device, compat.raw_stream
+_is_capturing = compat.stream_is_capturing
 hooks_set = compat.triton_hooks()
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 PREPARED = Cache(1024)
+# Compiled kernels by what they are compiled for. Launches that differ in their tables and the number of programs, as
+# those of new ids, share one: Triton would take longer to find it than to launch it.
+COMPILED = Cache(1024)
 
 
 def constants(static: Any) -> Any:
+    return static if INTERPRETED or not isinstance(static, tuple) else _constants(static)
+
+
+@lru_cache(maxsize=256)
+def _constants(static: Any) -> Any:
     """A NamedTuple that a kernel is compiled for, as Triton 3.6 needs it: each field a constant of its own."""
-    if INTERPRETED or not isinstance(static, tuple):
-        return static
     return type(static)(*(x if x is None or callable(x) else tl.constexpr(x) for x in static))
 
 
@@ -46,6 +54,7 @@ class Launch:
         early: bool = False, cooperative: bool = False, **sizes: Any,
     ):  # fmt: skip
         self.kernel, self.grid, self.numbers = kernel, (programs, 1, 1), numbers
+        self.key = id(kernel), config, early, cooperative, numbers, tuple(sizes.items())
         self.sizes = {name: constants(x) for name, x in sizes.items()}
         # Fused multiply-add. Triton 3.9 warns where this is not stated; 3.10 will not fuse by default.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
@@ -62,11 +71,20 @@ class Launch:
 
     def __call__(self, *given: Tensor | int) -> None:
         """Launch through Triton; the first time, compile for these tensors."""
-        if self.compiled is not None:
-            self.compiled[self.grid](*given, *self.rest)
-            return
+        if self.compiled is None:
+            tensors = (x for x in given if isinstance(x, Tensor))
+            key = *self.key, *((x.dtype, x.device, x.data_ptr() % 16) for x in tensors)
+            if (found := COMPILED.get(key)) is None:
+                self._compile(given)
+                if self.compiled is not None:  # the interpreter compiles nothing
+                    COMPILED.put(key, (self.compiled, self.run, self.handles, self.rest))
+                return
+            self.compiled, self.run, self.handles, self.rest = found
+        self.compiled[self.grid](*given, *self.rest)
+
+    def _compile(self, given: tuple[Tensor | int, ...]) -> None:
         compiled = self.kernel[self.grid](*given, *self.numbers, **self.sizes, **self.options)
-        if compiled is not None:  # the interpreter compiles nothing
+        if compiled is not None:
             names = self.kernel.arg_names[len(given) + len(self.numbers) :]
             sizes = {**self.sizes, **self.options}
             self.rest = *self.numbers, *(sizes[name] for name in names)
@@ -102,12 +120,14 @@ class Program:
             if launch.grid[0]:
                 self.launches.append((launch, itemgetter(*given), names[len(given) :]))
         self.pieces = [-(-size // 4) * 4 for size in pieces.values()]  # from multiples of 16 bytes on
-        self.size, self.device = sum(self.pieces), device
+        self.size, self.device, self.on_gpu = sum(self.pieces), device, device.type == "cuda"
         self.make: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
         self.offsets = [4 * x for x in accumulate([0, *self.pieces[:-1]])]
         self.direct: list[tuple[Any, ...]] = []  # what to launch with addresses, once all is compiled
 
     def run(self, tensors: Sequence[Tensor], seed: int = NO_SEED) -> None:
+        if self.on_gpu and _is_capturing():
+            REPLAYED.add(self)
         if not self.direct or hooks_set():
             self._through_triton(tensors, seed)
             return
@@ -131,6 +151,8 @@ class Program:
                 for x, pick, tables in self.launches
             ]
 
+
+REPLAYED: set[Program] = set()  # by CUDA graphs, which refer to their tables: these are kept for good
 
 # A prepared backward pass: (q, k, v, …) → dq, dk, dv, to be filled; and what fills them.
 Backward = tuple[Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]], Program]

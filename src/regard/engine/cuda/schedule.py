@@ -52,8 +52,8 @@ class Schedule:
     ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
     chained: bool = False  # … and wait for one another
     masks: Any = None  # of the Hopper kernels: tile_lists.Masks
-    # Of documents: the schedule of each batch row, or one for all; `blocks` and `ends` are those of all, on the host.
-    rows: tuple["Schedule", ...] = ()
+    rows: int = 0  # of documents: how many batch rows have tiles of their own, 1 if all have the same
+    row: Any = None  # … and the row of each tile; their blocks are on the host, to be put in order
 
 
 class Sides(NamedTuple):

@@ -7,7 +7,7 @@ is cut into pieces, at the same rows as other tiles; the results of its pieces a
 import heapq
 import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...progression import Ints
 from .call import Layout, exceeds_int32
-from .schedule import BEGINS, ITEM, MIN_SPLIT, TESTED, DevicePass, DevicePasses, Schedule, repeated
+from .schedule import BEGINS, ITEM, MIN_SPLIT, TESTED, WIDTH, DevicePass, DevicePasses, Schedule, repeated
 from .tile_lists import MEMBERS, Masks
 
 MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
@@ -26,10 +26,10 @@ MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
 MAX_IN_TILE = 8  # blocks of a tile of chained passes: with more, reading rows again matters less than waiting
 MIN_RUN = 256  # blocks of a program where heads take turns: a program's first product waits for memory
 PIECE = 8  # blocks of one piece of a split tile
-MIN_OF_HEAD, MIN_BLOCKS = (
-    8,
-    16,
-)  # documents: programs of a head, so that rounding loses little; blocks of a program
+# Documents: programs of a head, so that rounding loses little; blocks of a program.
+MIN_OF_HEAD, MIN_BLOCKS = 8, 16
+# By how much sharing tiles has to pay, and how many blocks take as long as merging their parts, by estimate.
+MIN_GAIN, MERGING = 1.2, 8
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that rows may use
 
 
@@ -82,7 +82,7 @@ def heads_at_a_time(work: Schedule, heads: int, others: Layout, programs: int) -
     """How many heads run at the same time: all, or if the rows of the other side (two tensors like `others`) do not
     fit into the cache, as few as leave every program enough blocks. If programs share tiles, all do."""
     rows = 2 * 2 * math.prod(others.shape)  # bytes
-    if work.slots or len(work.rows) > 1 or rows <= CACHE:
+    if work.slots or work.rows > 1 or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
     return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)
@@ -104,88 +104,129 @@ def split_work(
     dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
     backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
-    if work.rows:
-        return _split_rows(work, heads, programs, group, multiple, dynamic_share, backwards)
-    per_tile, split = np.diff(work.ends, prepend=0), work.slots > 0
+    per_tile = np.diff(work.ends, prepend=0)
     size, table = group * per_tile, work.blocks.cpu().numpy()
-    k = min(max(programs // heads, 1), int(size.sum()) if split else len(size))
-    if split:
+    k = min(max(programs // heads, 1), int(size.sum()) if work.slots else len(size))
+    if work.rows and work.slots:
+        return _in_order(work, table, _equal_pieces(size, k), group, multiple)
+    if work.slots:
         table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(per_tile)), per_tile)))]
-        tile, begin, end, program_of = _aligned_pieces(
-            table[:, 0].astype(np.int64), work.ends, per_tile, k, group
-        ).T
+        pieces = _aligned_pieces(table[:, 0].astype(np.int64), work.ends, per_tile, k, group)
+        return _in_order(work, table, pieces.T, group, multiple)
+    each = 0
+    if work.rows:
+        program_of, each = _by_rows(work, size, heads, programs, dynamic_share, multiple)
+    elif not work.ordered and work.masks.spread is None and (table[:, 11] > 1).any():
+        program_of = _in_rounds(size, k, dynamic_share, multiple, backwards)
     else:
-        if not work.ordered and work.masks.spread is None and (table[:, 11] > 1).any():
-            program_of = _in_rounds(size, k, dynamic_share, multiple, backwards)
-        else:
-            order = np.arange(len(size)) if work.ordered else np.argsort(-size, kind="stable")
-            program_of = _in_turn(order, size, k, dynamic_share, multiple)
-        # Tiles in order, or backwards: those that run at the same time are of one head and share keys in the cache.
-        order = np.arange(len(size))[:: -1 if backwards else 1]
-        tile = order[np.argsort(program_of[order], kind="stable")]
-        begin, end, program_of = np.zeros_like(tile), size[tile], program_of[tile]
-    length = end - begin
-    starts, total = np.cumsum(length) - length, int(length.sum())
-    parted = np.bincount(tile, minlength=len(size))[tile] > 1
-    in_tile = np.lexsort((begin, tile))
-    slot = np.full(len(tile), -1)
-    slot[in_tile] = np.where(parted[in_tile], np.cumsum(parted[in_tile]) - 1, -1)
-
-    of = np.repeat(np.arange(len(tile)), length)
-    nth = begin[of] + np.arange(total) - starts[of]
-    blocks = table[(work.ends - per_tile)[tile[of]] + nth % per_tile[tile[of]]]
-    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * (nth // per_tile[tile[of]])
-    blocks[starts, 9] |= BEGINS
-    heads_of = in_tile[parted[in_tile] & (begin[in_tile] == 0)]
-    head, pieces = blocks[starts[heads_of]], np.bincount(tile)[tile[heads_of]]
-    padding = np.zeros((len(heads_of), ITEM - 5), dtype=np.int64)
-    joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, slot[heads_of], pieces, padding])
-
-    def move(x: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(work.masks.words.device)
-
-    each = slot[of]
-    cuts = starts[np.flatnonzero(np.diff(program_of, prepend=-1))]
-    ends = np.append(cuts[1:], total)
-    more = (cuts - ends) % multiple
-    repeats = np.ones(total, dtype=np.int64)
-    repeats[ends - 1] += more  # the last block of a run, repeated without members
-    blocks, each, ends = np.repeat(blocks, repeats, axis=0), np.repeat(each, repeats), ends + np.cumsum(more)
-    empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
-    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
-    begins = np.append(0, ends[:-1])
-    runs = np.column_stack([begins, ends, begins, ends, blocks[begins]])
-    return WorkSplit(move(blocks), move(runs), move(each), move(joins), int(parted.sum()), work.masks.words)
+        order = np.arange(len(size)) if work.ordered else np.argsort(-size, kind="stable")
+        program_of = _in_turn(order, size, k, dynamic_share, multiple)
+    # Tiles in order, or backwards: those that run at the same time are of one head and share keys in the cache.
+    order = np.arange(len(size))[:: -1 if backwards else 1]
+    tile = order[np.argsort(program_of[order], kind="stable")]
+    whole = np.stack([tile, np.zeros_like(tile), size[tile], program_of[tile]])
+    return _in_order(work, table, whole, group, multiple, each)
 
 
-def _split_rows(work: Schedule, heads: int, programs: int, group: int, multiple: int, *how: Any) -> WorkSplit:
-    """The same of documents, whose heads stay apart: with all heads in one table, preparing new ids took 40 ms.
+def _in_order(
+    work: Schedule, table: NDArray[Any], pieces: Ints, group: int, multiple: int, each: int = 0
+) -> WorkSplit:
+    """The blocks in the order of execution. pieces: tile, first and end of its blocks, program; by program.
 
-    A batch row with tables of its own has programs by its share of the blocks, and then empty ones, so that all rows
-    have as many: a block without members, of a tile without members, writes nothing.
+    each: if batch rows differ, the number of programs for each of them. A row has empty ones after its own: a block
+    without members, of a tile without members, writes nothing.
     """
-    of_row = heads // len(work.rows)
+    (tile, begin, end, program_of), per_tile = pieces, np.diff(work.ends, prepend=0)
+    parts = np.bincount(tile, minlength=len(per_tile))[tile]
+    in_tile = np.lexsort((begin, tile)) if work.slots else tile[:0]
+    in_tile = in_tile[parts[in_tile] > 1]
+    slot = np.full(len(tile), -1)
+    slot[in_tile] = np.arange(len(in_tile))
+
+    # The last block of a run may be repeated, without members.
+    runs = np.flatnonzero(np.append(True, program_of[1:] != program_of[:-1]))
+    last, length = np.append(runs[1:], len(tile)) - 1, end - begin
+    length[last] += -np.add.reduceat(length, runs) % multiple
+    ends = np.cumsum(length)
+    starts, total = ends - length, int(ends[-1])
+    nth, stops = np.arange(total) + np.repeat(begin - starts, length), np.repeat(end, length)
+    empty = np.flatnonzero(nth >= stops)
+    nth[empty] = stops[empty] - 1
+    head, nth = np.divmod(nth, np.repeat(per_tile[tile], length)) if group > 1 else (0, nth)
+    blocks = table[nth + np.repeat((work.ends - per_tile)[tile], length)]
+    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * head
+    blocks[starts, 9] |= BEGINS
+    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
+    first = in_tile[begin[in_tile] == 0]
+    joins, of_first = np.zeros((len(first), ITEM), dtype=np.int64), blocks[starts[first]]
+    joins[:, :2], joins[:, 2] = of_first[:, 10:], of_first[:, 9] >> 8 & 255
+    joins[:, 3], joins[:, 4] = slot[first], parts[first]
+
+    nobody = np.zeros((multiple if each else 0, WIDTH), dtype=np.int32)
+    nobody[:, 9], nobody[:1, 9] = TESTED, TESTED | BEGINS
+    of, begins = program_of[runs] if each else np.arange(len(runs)), starts[runs]
+    chunks = np.empty((work.rows * each or len(runs), 4 + WIDTH), dtype=np.int32)
+    chunks[:, :4], chunks[:, 4:] = [total, total + multiple] * 2, nobody[:1].sum(0)
+    chunks[of, 0], chunks[of, 1], chunks[of, 4:] = begins, np.append(begins[1:], total), blocks[begins]
+    chunks[:, 2:4] = chunks[:, :2]
+    tables: list[NDArray[Any]] = [np.concatenate([blocks, nobody]), chunks, joins, np.repeat(slot, length)]
+    flat = np.concatenate([x.ravel() for x in tables], dtype=np.int32, casting="unsafe")
+    # By one copy. All but the last table have rows of 32 bytes or more, so each begins at a multiple of 16.
+    moved, until = torch.from_numpy(flat).to(work.masks.words.device), accumulate(x.size for x in tables)
+    there = [moved[end - x.size : end].view(x.shape) for x, end in zip(tables, until)]
+    rows = work.rows if each else 1
+    return WorkSplit(there[0], there[1], there[3], there[2], len(in_tile), work.masks.words, rows)
+
+
+# Packed documents, whose heads stay apart: new ids come at every step, and with all heads in one table preparing them
+# took 40 ms.
+
+
+def shares_tiles(work: Schedule, heads: int, programs: int) -> bool:
+    """Whether programs share tiles: if otherwise the longest takes so much more than its share that merging pays."""
+    size = np.sort(np.diff(work.ends, prepend=0))[::-1]
+    if work.rows > 1 or size[0] < MIN_SPLIT:
+        return False
+    k = int(_programs_of_rows(work, heads, programs)[0])
+    some = size[::k] + 1  # of the k · x + 1 longest tiles, one program has x + 1
+    longest = (some * np.arange(1, len(some) + 1)).max()
+    return bool(longest > MIN_GAIN * (size + 1).sum() / k + MERGING)
+
+
+def _programs_of_rows(work: Schedule, heads: int, programs: int) -> Ints:
+    """Of the heads of each batch row, by its share of the blocks."""
+    blocks = np.bincount(work.row, np.diff(work.ends, prepend=0), work.rows).astype(np.int64)
     turns = -(-MIN_OF_HEAD * heads // programs)  # in which programs run, one after the other
-    cuts, at = [], 0
-    for row in work.rows:
-        k = max(turns * programs * len(row.blocks) // (of_row * len(work.blocks)), 1)
-        k = min(k, max(len(row.blocks) // MIN_BLOCKS, programs // heads))
-        cuts.append(split_work(row, of_row, k * of_row, group, multiple, *how) if len(row.blocks) else None)
-    made = [cut for cut in cuts if cut is not None]
-    empty = made[0].blocks.new_zeros(multiple, made[0].blocks.shape[1])
-    empty[:, 9], empty[0, 9] = TESTED, TESTED | BEGINS
-    blocks = torch.cat([*(cut.blocks for cut in made), empty])
-    last = torch.cat([blocks.new_tensor([len(blocks) - multiple, len(blocks)] * 2), empty[0]])
-    chunks = last.repeat(len(cuts), max(len(cut.chunks) for cut in made), 1)
-    for runs, cut in zip(chunks, cuts):
-        if cut is not None:
-            runs[: len(cut.chunks)] = cut.chunks
-            runs[: len(cut.chunks), :4] += at
-            at += len(cut.blocks)
-    tables = blocks, chunks.flatten(0, 1), blocks.new_full((len(blocks),), -1), made[0].joins
-    masks = work.masks.words
-    blocks, runs, slot, joins = (x.to(masks.device) for x in tables)
-    return WorkSplit(blocks, runs, slot, joins, 0, masks, len(cuts))
+    share = turns * programs * blocks // (heads // work.rows * len(work.blocks))
+    return np.minimum(share, np.maximum(blocks // MIN_BLOCKS, programs // heads)).clip(1)
+
+
+def _by_rows(work: Schedule, size: Ints, heads: int, programs: int, *how: Any) -> tuple[Ints, int]:
+    """The program of each tile, those of a batch row after those of the one before; and if there are several rows,
+    how many programs each of them has."""
+    found, k = [], _programs_of_rows(work, heads, programs)
+    for row, (a, b) in enumerate(pairwise(work.row.searchsorted(np.arange(work.rows + 1)).tolist())):
+        order = np.argsort(-size[a:b], kind="stable")
+        found.append(_in_turn(order, size[a:b], min(int(k[row]), b - a), *how))
+    each = 1 + max(int(x.max(initial=-1)) for x in found)
+    return np.concatenate(found) + each * work.row, each if work.rows > 1 else 0
+
+
+def _equal_pieces(size: Ints, programs: int) -> Ints:
+    """Pieces of tiles, in order, where all programs have as much work, and writing the results of a piece counts as
+    one block: tile, first and end of its blocks, program."""
+    ends, blocks = np.cumsum(size + 1), np.cumsum(size)
+    cuts = ends[-1] * np.arange(1, programs) // programs
+    of = np.searchsorted(ends, cuts, side="right")
+    inside = cuts - (ends - size - 1)[of]
+    # No piece has fewer than two blocks.
+    inside = np.where(inside < 2, 0, np.where(inside > size[of] - 2, size[of], inside))
+    cuts = (blocks - size)[of] + inside
+    first = np.union1d(blocks - size, cuts[cuts < blocks[-1]])
+    tile = np.searchsorted(blocks, first, side="right")
+    begin = first - (blocks - size)[tile]
+    program = np.unique(np.searchsorted(cuts, first, side="right"), return_inverse=True)[1]
+    return np.stack([tile, begin, begin + np.diff(first, append=blocks[-1]), program])
 
 
 def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles_each: int) -> Ints:
@@ -199,9 +240,12 @@ def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles
     assigned = min(max(int(assigned) + 1, programs), len(size))
     program_of = np.zeros(len(size), dtype=np.int64)
     program_of[order[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
-    for tile in order[:assigned].tolist():
-        work, program_of[tile] = load[0]
-        heapq.heapreplace(load, (work + int(size[tile]) + 1, int(program_of[tile])))
+    chosen = []
+    for more in (size[order[:assigned]] + 1).tolist():
+        work, program = load[0]
+        heapq.heapreplace(load, (work + more, program))
+        chosen.append(program)
+    program_of[order[:assigned]] = chosen
     return program_of
 
 

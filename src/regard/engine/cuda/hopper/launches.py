@@ -48,10 +48,10 @@ def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePass
     """The passes of the plan, those of a grid in boxes if that is less work; long tiles are passes of their own, but
     not boxes, as what adds up the parts of a tile expects that its rows have one step."""
     (b, h), where = call.tensors[1 if by_keys else 0].shape[:2], (call.place, by_keys, call.device)
-    programs = max(programs_at_a_time(config, call.device) // (b * h), 1)
-    if not isinstance(call.task.pattern, Packed):
-        return in_boxes(*where) or by_length(with_masks(*where), programs)
-    return call.task.pattern.passes(*where)
+    at_a_time = programs_at_a_time(config, call.device)
+    if isinstance(call.task.pattern, Packed):
+        return call.task.pattern.passes(*where, b * h, at_a_time)
+    return in_boxes(*where) or by_length(with_masks(*where), max(at_a_time // (b * h), 1))
 
 
 def launched_passes(

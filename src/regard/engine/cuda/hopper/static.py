@@ -59,29 +59,30 @@ class Static(NamedTuple):
 
 
 def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
-    work, block, warps, width = step.work, config.block, config.warps, call.tensors[0].shape[-1]
-    d = padded(width)
-    kind = gl.bfloat16 if call.dtype == torch.bfloat16 else gl.float16
-    by = warps // 4  # warpgroups, which share the columns of scores and of results
-    layouts = (
+    work, width, d = step.work, call.tensors[0].shape[-1], padded(call.tensors[0].shape[-1])
+    layouts = _layouts(config.block, config.warps, d, call.dtype)
+    sizes = config.tile, width, d, work.segments
+    made = Static(*[keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
+    texts = {"spread": work.masks.spread, "owned": work.masks.owned}
+    of = {x: function(x, "a, hop", y, gluon.jit, {"gl": gl}) for x, y in texts.items() if y is not None}
+    made = made._replace(LENGTHS=call.lengths, CAPPED=call.task.softcap is not None, CHAINED=work.chained)
+    return made._replace(BY_ROW=work.rows > 1, **of)
+
+
+@lru_cache(maxsize=64)
+def _layouts(block: int, warps: int, d: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """LOAD to BITS of a Static."""
+    by, kind = warps // 4, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    # The thread that holds pairs of rows 16 · x + y and 16 · x + y + 8: its word is in row 8 · x + y.
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return (  # by: warpgroups, which share the columns of scores and of results
         gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [warps, 1], [1, 0]),
         gl.BlockedLayout([1], [32], [warps], [0]),
         gl.NVMMADistributedLayout([3, 0], [4, by], [16, block // by, 16]),
         gl.NVMMADistributedLayout([3, 0], [4, by], [16, d // by, 16]),
         gl.NVMMASharedLayout.get_default_for([block, d], kind),
-        # The thread that holds pairs of rows 16 · x + y and 16 · x + y + 8: its word is in row 8 · x + y.
-        gl.DistributedLinearLayout(
-            [], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [0, 0]][: 1 + by], [], [32, 4]
-        ),
+        gl.DistributedLinearLayout([], lanes, [[8, 0], [16, 0], [0, 0]][: 1 + by], [], [32, 4]),
     )
-    sizes = [config.tile, width, d, work.segments]
-    made = Static(*[keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
-    spread, owned = (
-        None if text is None else function(name, "a, hop", text, gluon.jit, {"gl": gl})
-        for name, text in (("spread", work.masks.spread), ("owned", work.masks.owned))
-    )
-    made = made._replace(LENGTHS=call.lengths, CAPPED=call.task.softcap is not None)
-    return made._replace(CHAINED=work.chained, BY_ROW=len(work.rows) > 1, spread=spread, owned=owned)
 
 
 @lru_cache(maxsize=1024)
