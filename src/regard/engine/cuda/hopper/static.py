@@ -60,9 +60,8 @@ class Static(NamedTuple):
 
 def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
     work, width, d = step.work, call.tensors[0].shape[-1], padded(call.tensors[0].shape[-1])
-    layouts = _layouts(config.block, config.warps, d, call.dtype)
-    sizes = config.tile, width, d, work.segments
-    made = Static(*[keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
+    sizes = config.tile, width, d, work.segments, *_layouts(config.block, config.warps, d, call.dtype)
+    made = Static(*[keep(step.keep), *sizes, step.accumulates, step.covered])
     texts = {"spread": work.masks.spread, "owned": work.masks.owned}
     of = {x: function(x, "a, hop", y, gluon.jit, {"gl": gl}) for x, y in texts.items() if y is not None}
     made = made._replace(LENGTHS=call.lengths, CAPPED=call.task.softcap is not None, CHAINED=work.chained)
