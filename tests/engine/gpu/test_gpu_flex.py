@@ -11,6 +11,7 @@ import torch
 from regard.engine.attention import attention
 from regard.engine.backends import choose
 from regard.engine.call import CallFacts
+from regard.engine.explain import explain
 from regard.errors import BackendError
 from regard.pattern import causal, documents, where, window
 
@@ -186,5 +187,5 @@ def test_no_documents_in_small_calls_are_masked_and_right():
 def test_documents_that_flex_runs_are_explained():
     ids = (torch.arange(3000) // 700).cuda()
     q, k = (torch.randn(1, h, 3000, 192, device="cuda", dtype=torch.bfloat16) for h in (8, 2))
-    found = rg.explain(q, k, k[..., :128], rg.documents(ids))
+    found = explain(q, k, k[..., :128], documents(ids))
     assert found.backend == "flex" and 4 * 700**2 < found.computed < 3000**2

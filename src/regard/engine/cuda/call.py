@@ -75,7 +75,7 @@ HALF = {  # by the larger of the two padded widths
 # Of float32. Split, a number is the sum of three in bfloat16, and a product is six of these products on tensor cores:
 # as exact as IEEE products on the ordinary arithmetic units, where larger tiles would overflow the registers.
 SPLIT = {
-    32: Configs(*[Config(64, 32, 4, 2)] * 3, one_launch=Config(32, 32, 8, 1)),
+    32: Configs(*[Config(64, 64, 4, 2)] * 3, one_launch=Config(32, 32, 8, 1)),
     64: Configs(Config(128, 32, 4, 2), *[Config(64, 32, 4, 2)] * 2, one_launch=Config(32, 32, 8, 1)),
     128: Configs(Config(64, 64, 4, 1), *[Config(64, 32, 4, 2)] * 2, one_launch=Config(16, 32, 8, 1)),
     256: Configs(*[Config(64, 16, 4, 1)] * 3),
