@@ -147,6 +147,49 @@ def test_a_second_run_gives_the_same_bits(make):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("h_kv", [1, 2])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_programs_share_the_tiles_of_one_long_document(h_kv, has_sinks):
+    sinks = torch.tensor([-1.0, 2.0]).cuda().requires_grad_() if has_sinks else None
+    pattern, inputs = documents(ids([70, 3900, 30])) & causal(), qkv(4000, 4000, 128, b=1, h=2, h_kv=h_kv)
+    assert_as_exact_as_plain(pattern, inputs, sinks)
+
+    def attend(q, k, v):
+        return attention(q, k, v, pattern, return_lse=True, sink_logits=sinks)
+
+    for a, b in zip(results(attend, inputs), results(attend, inputs)):
+        assert torch.equal(a, b)
+
+
+def test_repeated_calls_and_calls_with_new_ids_give_the_bits_of_others():
+    """Other launches of a kernel that is compiled already have other tables and another number of programs."""
+    inputs, do = qkv(b=1), torch.randn(1, 4, N, 64, device="cuda", dtype=torch.bfloat16)
+    for lengths in (LENGTHS, LENGTHS[::-1], [N], [500] * 4):
+        pattern = documents(ids(lengths)) & causal()
+        o, _ = attention(*inputs, pattern, return_lse=True)
+        want = [o, *torch.autograd.grad(o, inputs, do)]
+        for _ in range(3):
+            o = attention(*inputs, documents(pattern.left.ids) & causal())
+            assert all(map(torch.equal, [o, *torch.autograd.grad(o, inputs, do)], want)), lengths
+
+
+def test_a_captured_graph_outlives_its_ids():
+    q, k, v = (x.detach() for x in qkv())
+    pattern = documents(ids()) & causal()
+    want = attention(q, k, v, pattern)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention(q, k, v, pattern)
+    del pattern
+    for length in range(
+        20, 40
+    ):  # so many that the tables of the first ids are dropped, and their memory is used
+        attention(q, k, v, documents(torch.arange(N).cuda() // length) & causal())
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, want)
+
+
 def test_another_document_changes_no_bit():
     q, k, v = (x.detach() for x in qkv())
     pattern = documents(ids()) & causal()
