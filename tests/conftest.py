@@ -76,7 +76,7 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """With --checked-cases, shapes are checked in the first cases of each test, of each kind of call once: the others
+    """With --checked-cases, shapes are checked in the first cases of each test, each kind of call once: the others
     call the same functions, and checking doubles the time of the engine's tests."""
     limit = item.config.getoption("--checked-cases")
     checked = limit is None or item.stash[CASE] <= limit
