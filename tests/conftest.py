@@ -15,8 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import class_sources
 import shape_checks
 
+class_sources.install()
 shape_checks.install()  # before regard is imported
 
 from regard import compat  # noqa: E402
