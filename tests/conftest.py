@@ -25,6 +25,7 @@ from regard import compat  # noqa: E402
 from regard.pattern import KINDS  # noqa: E402
 
 gc.disable()  # until all tests are collected: what is imported and collected stays
+THREADS = torch.get_num_threads()  # of a new process
 torch.set_num_threads(1)  # the tensors here are small, and the other core has other work
 
 # `make long` looks further than `make test` has time for: 500.
@@ -118,6 +119,11 @@ def words_as_they_were():
     yield
     for name in set(KINDS) - set(before):
         del KINDS[name]
+
+
+@pytest.fixture
+def threads_of_a_new_process():
+    return THREADS
 
 
 @pytest.fixture(scope="module")
