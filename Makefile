@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Two workers with one thread each. All tests of a file run in one worker, so that its fixtures are created once. Shape
 # annotations are checked by $(HOOK) in tests only, and not in compiled code: `make test` checks the first case of each
-# test in the modules that state shapes, each kind of call once, `make long` all calls, cases and modules.
+# test in the functions that state shapes, each kind of call once, `make long` all calls, cases and functions.
 PYTEST := $(PY) -m pytest -q
 WORKERS := -n 2 --dist loadfile
 COMPILED := $(shell grep -rls mark.compiled tests --include=test_*.py)
@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # `make test` runs two processes at the same time, which take about equally long: the folders of FIRST, and all others.
 # Each process imports and collects only what it runs, which is quicker than workers that collect every test.
-FIRST := tests/costs tests/engine tests/laws tests/lens tests/project
+FIRST := tests/costs tests/engine tests/laws tests/lens tests/position tests/project tests/reference
 comma := ,
 SHAPED := $(shell grep -rl jaxtyping src/regard --include=*.py | sed 's|^src/||; s|/__init__.py$$||; s|\.py$$||; s|/|.|g')
 CHECKED := --jaxtyping-packages=$(subst $(subst ,, ),$(comma),$(SHAPED)),beartype.beartype --checked-cases 1 \

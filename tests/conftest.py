@@ -15,14 +15,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import class_sources
 import shape_checks
 
+class_sources.install()
 shape_checks.install()  # before regard is imported
 
 from regard import compat  # noqa: E402
 from regard.pattern import KINDS  # noqa: E402
 
 gc.disable()  # until all tests are collected: what is imported and collected stays
+THREADS = torch.get_num_threads()  # of a new process
 torch.set_num_threads(1)  # the tensors here are small, and the other core has other work
 
 # `make long` looks further than `make test` has time for: 500.
@@ -30,7 +33,7 @@ settings.register_profile(
     "regard",
     derandomize=True,
     deadline=None,
-    max_examples=int(os.environ.get("REGARD_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("REGARD_EXAMPLES", "40")),
     suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no bug
 )
 settings.load_profile("regard")
@@ -76,7 +79,7 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """With --checked-cases, shapes are checked in the first cases of each test, of each kind of call once: the others
+    """With --checked-cases, shapes are checked in the first cases of each test, each kind of call once: the others
     call the same functions, and checking doubles the time of the engine's tests."""
     limit = item.config.getoption("--checked-cases")
     checked = limit is None or item.stash[CASE] <= limit
@@ -116,6 +119,11 @@ def words_as_they_were():
     yield
     for name in set(KINDS) - set(before):
         del KINDS[name]
+
+
+@pytest.fixture
+def threads_of_a_new_process():
+    return THREADS
 
 
 @pytest.fixture(scope="module")

@@ -74,9 +74,17 @@ CALLS = {  # the arguments after q, k, v
     "hard": ((SPARSE,), {"scale": float("inf")}),
     "a scale of 0": ((causal(),), {"scale": 0.0}),
 }
+IN_LONG = {
+    "documents, packed",
+    "lengths",
+    "a scale of 0",
+}  # others have packed documents, lengths and a scale
 
 
-@pytest.mark.parametrize(("arguments", "named"), CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [pytest.param(*call, id=x, marks=[pytest.mark.long] * (x in IN_LONG)) for x, call in CALLS.items()],
+)
 def test_one_graph_gives_what_eager_gives(arguments, named):
     def f(q, k, v):
         return attention(q, k, v, *arguments, **named)
@@ -154,8 +162,14 @@ def test_a_compiled_bias_by_distance_makes_no_table_of_pairs():
     assert not any("scaled_dot_product" in name or "softmax" in name for name in called)
 
 
-@pytest.mark.parametrize("reach", [0, *in_long(2), 30])
-@pytest.mark.parametrize(("n", "m", "at"), [*rows_in_long((N, M, None)), (N, M, 20), (3, M, -9), (1, 1, 0)])
+@pytest.mark.parametrize(
+    ("reach", "n", "m", "at"),
+    [
+        *((0, N, M, 20), (30, N, M, 20), (30, 3, M, -9), (0, 1, 1, 0)),
+        *rows_in_long(*((reach, N, M, None) for reach in (0, 2, 30))),
+        *rows_in_long((2, N, M, 20), (0, 3, M, -9), (2, 3, M, -9), (2, 1, 1, 0), (30, 1, 1, 0)),
+    ],
+)
 def test_the_compiled_gradient_of_a_table_is_that_of_indexing(reach, n, m, at):
     def f(q, k, v, table, slopes, backend="auto"):
         return attention(q, k, v, full(), bias=ByDistance(table, slopes), at=at, backend=backend)

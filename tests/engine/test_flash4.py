@@ -197,7 +197,7 @@ def case(seed):
     return pattern, n, m, at, r.choice([None, 0.3])
 
 
-@pytest.mark.parametrize("part", [0, 1, *in_long(2, 3)])
+@pytest.mark.parametrize("part", [0, *in_long(1, 2, 3)])
 def test_any_band_at_any_offset_is_handed_over_exactly(part):
     tried = 0
     for seed in range(100 * part, 100 * part + 100):

@@ -126,7 +126,6 @@ SMALL = [
     Case("width 1", full(), n=7, m=11, d_k=1, d_v=1),
     Case("n < m", BOTH, n=7, m=53),
     Case("one query", BOTH, n=1, m=53),
-    Case("one query, heads in groups", RECENT, n=1, m=283, b=2, h=6, h_kv=2),
     Case("one query, keys in pieces", causal() & (window(90) | every(8)), n=1, m=283, h=4),
     Case(
         "one query, row positions",
@@ -143,12 +142,10 @@ SMALL = [
     Case("one query of some", window(5) | rows(7, 3), n=1, at=(31, 1)),
     Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
     Case("one pair", full(), n=1, m=1, one_key=True),
-    Case("heads behind positions", BOTH, h=2, h_kv=2, b=2, n=19, m=19, order="b n h d"),
     # Query offsets, lengths
     Case("every second position", blocks(7) | rows(5), at=(-7, 2)),
     Case("empty rows", window(5) - window(2) - blocks(9)),
     Case("nothing at all", sinks(0), n=5, m=7),
-    Case("lengths", window(3) | every(8), b=3, lengths=(37, 17, 0)),
     Case("left padding", window(3) | every(8), b=3, lengths=(37, 17, 9), starts=(5, 0, 9)),
     # Softcap
     Case("softcap", BOTH, h=2, h_kv=1, n=50, m=50, softcap=0.8),
@@ -210,6 +207,9 @@ SHORT = [
 ]
 
 OTHERS = [  # in `make long`, and on a GPU
+    Case("one query, heads in groups", RECENT, n=1, m=283, b=2, h=6, h_kv=2),
+    Case("lengths", window(3) | every(8), b=3, lengths=(37, 17, 0)),
+    Case("heads behind positions", BOTH, h=2, h_kv=2, b=2, n=19, m=19, order="b n h d"),
     Case("long grid", neighborhood((300,), 7, step=3, border="shifted"), n=300, m=300),
     Case("half grid", neighborhood((17, 19), 9), n=323, m=323, dtype="float16"),
     Case("window, then rows", window(2) | rows(16), n=67, m=67),

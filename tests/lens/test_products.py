@@ -1,6 +1,7 @@
 """Attention in plain tensor code: which axes are batch, heads, queries and keys, and what is no attention."""
 
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import einsum, nn
 
 import regard as rg
-from long_cases import in_long
+from long_cases import rows_in_long
 from regard.lens.products import NO_QUERIES, NOT_POSITIONS, SUM_OF_SOFTMAXES
 from regard.lens.view import look
 
@@ -46,8 +47,7 @@ class Letters(nn.Module):
         return o if self.kept is None else o * self.kept.view([-1 if c == "h" else 1 for c in out])
 
 
-@pytest.mark.parametrize("sizes", [DIFFERENT, EQUAL, (1, 3, 1, 7, 4), *in_long((2, 1, 5, 7, 4))])
-@pytest.mark.parametrize("letters", [
+LETTERS = [
     ("bhid", "bhjd", "bhjd", "bhij", "bihd", True),
     ("hbid", "hbjd", "hbjd", "hbij", "hbid", True),  # heads before the batch
     ("ibhd", "jbhd", "jbhd", "ijbh", "ibhd", True),  # the softmax runs over axis 1: Transformer-XL, labml.ai
@@ -55,7 +55,19 @@ class Letters(nn.Module):
     ("bihd", "bjhd", "bjhd", "bijh", "bihd", False),
     ("bdhi", "bdhj", "bdhj", "bhji", "bdhi", False),  # keys before queries, and values on the left
     ("dbhi", "jhdb", "hdjb", "jihb", "dbih", True),
-])  # fmt: skip
+]
+ONE_ROW, ONE_HEAD = (1, 3, 1, 7, 4), (2, 1, 5, 7, 4)
+
+
+@pytest.mark.parametrize(
+    ("letters", "sizes"),
+    [
+        *product(LETTERS, (DIFFERENT, EQUAL)),
+        *product(LETTERS[::3], (ONE_ROW,)),
+        *rows_in_long(*product(LETTERS, (ONE_HEAD,))),
+        *rows_in_long(*((x, ONE_ROW) for i, x in enumerate(LETTERS) if i % 3)),
+    ],
+)
 def test_axes_are_told_apart_by_data_flow_and_not_by_size(letters, sizes):
     b, h, n, m, _ = sizes
     model = Letters(sizes, *letters).eval()

@@ -1,4 +1,4 @@
-"""The checks of shapes in the test run: of each kind of call once per test, and no wrong call gets through."""
+"""The checks of shapes in the test run: of each kind of call once, and no wrong call gets through."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ beartype = pytest.importorskip("beartype").beartype
 @pytest.fixture
 def checks(monkeypatch):
     """A product of matrices, and how often its arguments have been checked."""
-    monkeypatch.setattr(shape_checks, "SEEN", set())
+    for name in ("SEEN", "EVER"):
+        monkeypatch.setattr(shape_checks, name, set())
     compiled = []
 
     def counted(fn):
@@ -53,3 +54,33 @@ def test_without_a_limit_every_call_is_checked(checks, monkeypatch):
     for _ in range(3):
         product(torch.ones(2, 3), torch.ones(3, 5))
     assert len(checked) == 6
+
+
+def test_a_call_with_an_object_is_checked_again_in_the_next_test_and_one_with_tensors_is_not(checks):
+    product, checked = checks
+
+    def scaled(self, a: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+        return a
+
+    def counted(fn):
+        run = beartype(fn)
+        return lambda *given, **named: (checked.append(fn), run(*given, **named))[1]
+
+    scaled, one = shape_checks.jaxtyped(scaled, typechecker=counted), object()
+    for _ in range(2):
+        shape_checks.begin(once=True)
+        for _ in range(2):
+            product(torch.ones(2, 3), torch.ones(3, 5))
+            scaled(one, torch.ones(2, 3))
+    assert len(checked) == 2 + 2 * 2
+
+
+def test_a_function_that_states_no_shape_is_checked_only_where_every_call_is(checks, monkeypatch):
+    def double(n: int) -> int:
+        return 2 * n
+
+    double = shape_checks.jaxtyped(double, typechecker=beartype)
+    assert double(1.5) == 3.0
+    monkeypatch.setattr(shape_checks, "SEEN", None)
+    with pytest.raises(TypeCheckError, match="checking the parameters of"):
+        double(1.5)

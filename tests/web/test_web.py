@@ -143,14 +143,11 @@ def test_fields_in_the_address_are_refused(bare):
     assert ask(bare, "/api?token=x")[0] == 200
 
 
-def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare, monkeypatch):
+def test_a_preset_and_a_declaration_are_priced_as_the_library_does(
+    bare, monkeypatch, threads_of_a_new_process
+):
     # Tiles of attention are priced by the number of threads: here that of a new process, as the server's workers are.
-    count = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.get_num_threads())"],
-        capture_output=True,
-        check=True,
-    )
-    monkeypatch.setattr(torch, "get_num_threads", lambda: int(count.stdout))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads_of_a_new_process)
     sizes = {"n": 64, "batch": 2, "dtype": "bfloat16", "train": True}
     for declared in (rg.preset("tiny-gpt"), rg.Attention(64, heads=4, pattern=rg.causal() & rg.window(8))):
         model = "tiny-gpt" if declared == rg.preset("tiny-gpt") else json.loads(declared.json())

@@ -77,7 +77,7 @@ def test_limits_hide_the_keys_outside_them_and_no_other(pattern, n, first, lengt
 
 def test_a_long_pattern_of_many_shapes_has_only_layouts_with_a_comb_apart(monkeypatch):
     """Tiles that each see another number of teeth make as many batches; the comb beside the rest makes a few."""
-    pattern, n = window(16) | every(8), 80_000
+    pattern, n = window(16) | every(8), 60_000
     strided_layout.merged_layouts.cache_clear()
     short, long = (strided_layout.merged_layouts(pattern, size, size, 0, 1, 64, 64) for size in (4_000, n))
     assert [len(found) for found in (short, long)] == [2, 1]

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import regard as rg
+from long_cases import rows_in_long
 from regard.engine.backends import PREPARED
 from regard.engine.cpu import tiles
 from regard.engine.cpu.strided_layout import layout
@@ -45,8 +46,7 @@ def run_tiles(**options):
 # Softcap
 
 
-@pytest.mark.parametrize("dtype", [f32, f64])
-@pytest.mark.parametrize("softcap", [0.7, 20.0])
+@pytest.mark.parametrize("softcap, dtype", [(0.7, f64), (20.0, f32), *rows_in_long((0.7, f32), (20.0, f64))])
 @pytest.mark.parametrize("pattern", [*WORDS, *MIXED], ids=repr)
 def test_softcap_in_any_layout_is_the_formula(pattern, softcap, dtype):
     laid, inputs = small(pattern, 53), tensors(n=53, h=4, dtype=dtype)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from long_cases import in_long
+from long_cases import in_long, rows_in_long
 from pattern_strategies import offsets, patterns
 from regard.engine.cpu import gathered_layout, tiles
 from regard.engine.cpu.layout import TileGroup
@@ -102,7 +102,7 @@ def test_grouped_heads_and_any_widths(h, h_kv, d_k, d_v):
     check(small(pattern, 53), pattern.allowed(53), *tensors(h=h, h_kv=h_kv, n=53, d_k=d_k, d_v=d_v))
 
 
-@pytest.mark.parametrize("n, m", [(1, 1), (1, 37), (2, 37), (17, 37), (37, 1)])
+@pytest.mark.parametrize("n, m", [(1, 1), (1, 37), (17, 37), (37, 1), *rows_in_long((2, 37))])
 @pytest.mark.parametrize("pattern", WORDS + MIXED, ids=repr)
 def test_a_few_queries_over_a_cache_and_one_of_either(pattern, n, m):
     at = 0 if n > m else None

@@ -91,7 +91,7 @@ def check(case: Case) -> list[list[str]]:
 FEW, MANY = 1_000_000, 4_000_000
 
 
-@pytest.mark.parametrize("seed", [*range(20), *in_long(*range(20, 40))])
+@pytest.mark.parametrize("seed", [*range(12), *in_long(*range(12, 40))])
 def test_random_calls_count_every_pair_once(seed):
     check(random_case(seed, FEW))
 
@@ -265,7 +265,7 @@ def random_grid(rng):
     return neighborhood(shape, kernel, step, border, [rng.random() < 0.2 for _ in shape])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(6), *in_long(*range(6, 10))])
 def test_random_grids_count_every_pair_once(seed):
     grid = random_grid(random.Random(seed))
     check(Case(grid, grid.size, h=2, h_kv=1 + seed % 2, programs=(1, 66, 396)[seed % 3]))

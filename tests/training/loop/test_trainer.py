@@ -383,7 +383,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path):
     total = int(data.sizes.amax(0).sum()) * 40
     (large, stream) = after(total, 1)
     assert len(stream.plan) == 1
-    halves = [after(t, 2) for t in range(total // 2, total, 7)]
+    halves = (after(t, 2) for t in range(total // 2, total, 7))
     two = next(p for p, s in halves if len(s.plan) == 2)
     assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(large, two, strict=True))
 
