@@ -33,7 +33,7 @@ settings.register_profile(
     "regard",
     derandomize=True,
     deadline=None,
-    max_examples=int(os.environ.get("REGARD_EXAMPLES", "40")),
+    max_examples=int(os.environ.get("REGARD_EXAMPLES", "60")),
     suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no bug
 )
 settings.load_profile("regard")
