@@ -9,7 +9,7 @@ short     the same at n = 512, where the backward pass is one launch
 groups    dense attention of grouped heads: SDPA by its formula (enable_gqa), what `auto` runs, the Triton kernels;
           with the peak memory of a call with gradients
 
-Kernels are compiled by a process for each width first.
+Kernels are compiled by fourteen processes first.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from regard.engine.cuda.call import Config, Configs, task
 from regard.engine.cuda.triton import forward as kernels
 
 PATTERN = rg.causal() & (rg.window(128) | rg.every(64))
-WIDTHS = 32, 64, 128, 256
+WIDTHS, PROCESSES = (32, 64, 128, 256), 14
 OTHERS = {  # configurations that are compared with the stored ones: tile, block, warps, stages
     32: [(64, 64, 4, 2), (128, 32, 4, 2)],
     64: [(64, 64, 4, 2), (128, 32, 8, 2)],
@@ -143,19 +143,21 @@ def groups(d, n=4096):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--compile", type=int, help="only compile the kernels of this width")
+    parser.add_argument(
+        "--compile", type=int, help="only compile every 14th of the kernels, from this one on"
+    )
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     if options.compile is not None:
-        for short in (False, True):
-            for _, how in contestants(options.compile, short):
-                try:
-                    prepared(options.compile, 512 if short else 8192, 8, **how)
-                except Exception as error:
-                    print(type(error).__name__, str(error)[:100], flush=True)
+        kinds = [(d, n, how) for d in WIDTHS for n in (512, 8192) for _, how in contestants(d, n == 512)]
+        for d, n, how in kinds[options.compile :: PROCESSES]:
+            try:
+                prepared(d, n, 8, **how)
+            except Exception as error:
+                print(type(error).__name__, str(error)[:100], flush=True)
         return
     command = [sys.executable, *sys.argv, "--compile"]
-    for worker in [subprocess.Popen([*command, str(d)]) for d in WIDTHS]:
+    for worker in [subprocess.Popen([*command, str(at)]) for at in range(PROCESSES)]:
         worker.wait()
     rows = []
     for make in (products, lambda d: products(d, 512, 32), groups):
