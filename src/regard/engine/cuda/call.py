@@ -93,9 +93,9 @@ SINGLE = {
 
 
 def splits_float32(device: torch.device) -> bool:
-    """Whether the products of float32 run on tensor cores: on GPUs with as much shared memory as Hopper's."""
+    """Whether the products of float32 run on tensor cores: on Hopper, for whose shared memory the tiles are."""
     nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def padded(d: int) -> int:
