@@ -207,6 +207,14 @@ def test_key_heads_of_groups_are_copied_where_sdpa_would_store_all_scores(monkey
     PREPARED.clear()
 
 
+def test_one_query_of_grouped_heads_reads_shared_keys_once():
+    def on_cpu(pattern, kv_heads):
+        return chosen(pattern, 1, 4096, heads=8, kv_heads=kv_heads)
+
+    assert on_cpu(rg.causal(), 2) == "tiles"  # 0.26 ms, SDPA 0.43 (batch 4, m = 1024; bench/auto_choice.py)
+    assert on_cpu(rg.causal(), 8) == "sdpa"
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_few_queries_of_few_heads_leave_most_of_sdpas_gpu_idle(grad):
     def on_gpu(n, m, heads, dtype=torch.bfloat16, **more):

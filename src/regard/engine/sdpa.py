@@ -27,7 +27,7 @@ from .cpu.kernels import fused_backward, fused_forward
 MASKED, MASKED_GRAD = 1.8e-9, 6.4e-9
 UNMASKED = 0.5  # of that per pair where no mask is read
 LARGE_BLOCKS = 192  # queries from which on the fused operation works in larger blocks, twice as fast
-READ = 0.2e-9  # seconds per number of k and v, where one query reads them
+READ = 0.2e-9  # seconds per number of k and v, where one query of a head reads them
 # Seconds per pair to gather a bias by distance into a table (bench/cpu_bias.py), and its gradient into the bias.
 GATHER, GATHER_GRAD = 9.6e-9, 13.3e-9
 # On a GPU, where a dense pair takes half a picosecond: per pair, and what the CPU needs for the call
@@ -68,11 +68,12 @@ class Sdpa:
         if f.device_type == "cpu":
             pair = MASKED_GRAD if f.grad else MASKED
             if f.unmasked:
-                return UNMASKED * f.pairs * pair
+                again = f.heads // f.kv_heads if f.n == 1 else 1  # each query head reads the keys of its group
+                return UNMASKED * f.pairs * pair * again
             if f.bias == "distance":
                 return f.pairs * (pair + (GATHER_GRAD if f.bias_grad else GATHER))
             if f.n == 1:  # the time that it takes to read k and v
-                return f.batch * f.kv_heads * f.m * (f.d_k + f.d_v) * READ * (3 if f.grad else 1)
+                return f.flat_heads * f.m * (f.d_k + f.d_v) * READ * (3 if f.grad else 1)
             return f.pairs * pair * (1 if f.n >= LARGE_BLOCKS else 2)
         if f.unmasked:
             past_only = isinstance(f.pattern, causal) and f.n > 1
