@@ -244,8 +244,8 @@ def without_gaps(x: Tensor) -> Tensor:
 def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
     """compute(data), kept until the data are changed in place; computed anew where changes are not counted."""
     kept = getattr(word, "_kept", None)
-    if kept is not None and torch.compiler.is_compiling():  # which reads no data to compute it again
-        return kept[1]
+    if torch.compiler.is_compiling():  # which reads no data, so what was kept before it began is not computed again
+        return compute(data) if kept is None else kept[1]
     if data.is_meta:
         raise ShapeError(f"{type(word).__name__}: its numbers must be read, and a tensor on meta has none")
     written = compat.version(data)
@@ -256,11 +256,28 @@ def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
 
 
 def _numbered(parents: Int[Tensor, "*b m"]) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
+    if torch.compiler.is_compiling():
+        return torch.ops.regard.preorder(parents)
+    return _number(parents)
+
+
+def _number(parents: Tensor) -> tuple[Tensor, Tensor]:
     *batch, m = parents.shape
     rows = parents.detach().cpu().reshape(prod(batch), m).tolist()
-    numbered = torch.tensor([_preorder(row) for row in rows], dtype=torch.long, device=parents.device)
-    first, end = numbered.view(len(rows), 2, m).unbind(1)
-    return first.reshape(parents.shape), end.reshape(parents.shape)
+    numbers = zip(*map(_preorder, rows)) if rows else ((), ())
+    first, end = (torch.tensor(x, dtype=torch.long, device=parents.device) for x in numbers)
+    return first.view(parents.shape), end.view(parents.shape)  # memory of their own, as an operation returns it
+
+
+# A tree that a compiled function declares is numbered when its graph runs. Defined by its schema, as custom_op takes
+# longer to import.
+torch.library.define("regard::preorder", "(Tensor parents) -> (Tensor, Tensor)")
+torch.library.impl("regard::preorder", ("cpu", "cuda"))(_number)
+
+
+@torch.library.register_fake("regard::preorder")
+def _(parents):
+    return parents.new_empty(parents.shape, dtype=torch.long), parents.new_empty(parents.shape, dtype=torch.long)
 
 
 def _below(node: Any, first: Any, end: Any) -> Any:
@@ -340,7 +357,8 @@ class selected(Data):
                 f"selected: indices of shape {tuple(self.indices.shape)}; (blocks, k), (b, blocks, k) or "
                 "(b, h, blocks, k) is needed"
             )
-        _ = self.listed  # raises an error if a number is none of a block
+        if not torch.compiler.is_compiling():  # the graph's scatter refuses a block that there is not
+            _ = self.listed  # raises an error if a number is none of a block
 
     @property
     def listed(self) -> Bool[Tensor, "*bh rows columns"]:
@@ -405,7 +423,11 @@ class selected(Data):
         return Classes(every, none)
 
     def fits(self, m: int, last: int = -1) -> None:
-        (*_, rows, _), blocks, largest = self.indices.shape, -(-m // self.size), self.listed.shape[-1] - 2
+        (*_, rows, _), blocks = self.indices.shape, -(-m // self.size)
+        if torch.compiler.is_compiling() and getattr(self, "_kept", None) is None:
+            # Declared within the graph, where the largest number listed is not known: as many columns as blocks.
+            object.__setattr__(self, "_kept", (None, _table(self.indices, blocks)))
+        largest = self.listed.shape[-1] - 2
         if last >= rows * self.size:
             raise ShapeError(
                 f"{self!r} up to query {last}: it lists {rows} blocks of {self.size} queries, and "
@@ -424,9 +446,14 @@ def _listed(indices: Int[Tensor, "*bh blocks k"]) -> Bool[Tensor, "*bh rows colu
     smallest, largest = (int(x) for x in indices.aminmax()) if indices.numel() else (-1, -1)
     if smallest < -1:
         raise ShapeError(f"selected: there is no block {smallest}; −1 lists none")
+    return _table(indices, largest + 1)
+
+
+def _table(indices: Int[Tensor, "*bh blocks k"], columns: int) -> Bool[Tensor, "*bh rows columns"]:
     *batch, blocks, _ = indices.shape
-    table = torch.zeros(*batch, blocks + 1, largest + 2, dtype=torch.bool, device=indices.device)
-    table[..., :-1, :].scatter_(-1, indices.long() % (largest + 2), True)  # −1 in the last column
+    listed = indices.long() + (indices >= columns)  # the last column is for −1: what is not below it is out of range
+    table = torch.zeros(*batch, blocks + 1, columns + 1, dtype=torch.bool, device=indices.device)
+    table[..., :-1, :].scatter_(-1, torch.where(listed == -1, columns, listed), True)
     table[..., -1] = False
     return table
 
