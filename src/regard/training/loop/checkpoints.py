@@ -51,7 +51,7 @@ def write(
     weights: dict[str, Tensor],
     rest: dict[str, Tensor],
     state: dict[str, Any],
-    retention: Retention = Retention(),  # noqa: B008  a frozen value
+    retention: Retention = Retention(),
     ranks: Ranks = ALONE,
 ) -> Path:
     """Write checkpoints/<step>, then delete the older ones that `retention` does not keep.
