@@ -317,7 +317,9 @@ def test_blocks_that_a_compiled_router_chooses():
     """As in NSA and MoBA: the indices are computed in the graph, so nothing is known of them while it is traced."""
 
     def routed(q, k, v, size=4):
-        blocks = (q.unflatten(-2, (-1, size)).mean(-2) @ k.unflatten(-2, (-1, size)).mean(-2).mT).topk(2).indices
+        blocks = (
+            (q.unflatten(-2, (-1, size)).mean(-2) @ k.unflatten(-2, (-1, size)).mean(-2).mT).topk(2).indices
+        )
         return rg.attention(q, k, v, rg.causal() & rg.selected(blocks, size))
 
     compiled = torch.compile(routed, fullgraph=True, backend="aot_eager", dynamic=True)

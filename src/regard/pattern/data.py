@@ -244,7 +244,9 @@ def without_gaps(x: Tensor) -> Tensor:
 def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
     """compute(data), kept until the data are changed in place; computed anew where changes are not counted."""
     kept = getattr(word, "_kept", None)
-    if torch.compiler.is_compiling():  # which reads no data, so what was kept before it began is not computed again
+    if (
+        torch.compiler.is_compiling()
+    ):  # which reads no data, so what was kept before it began is not computed again
         return compute(data) if kept is None else kept[1]
     if data.is_meta:
         raise ShapeError(f"{type(word).__name__}: its numbers must be read, and a tensor on meta has none")
@@ -266,7 +268,9 @@ def _number(parents: Tensor) -> tuple[Tensor, Tensor]:
     rows = parents.detach().cpu().reshape(prod(batch), m).tolist()
     numbers = zip(*map(_preorder, rows)) if rows else ((), ())
     first, end = (torch.tensor(x, dtype=torch.long, device=parents.device) for x in numbers)
-    return first.view(parents.shape), end.view(parents.shape)  # memory of their own, as an operation returns it
+    return first.view(parents.shape), end.view(
+        parents.shape
+    )  # memory of their own, as an operation returns it
 
 
 # A tree that a compiled function declares is numbered when its graph runs. Defined by its schema, as custom_op takes
@@ -277,7 +281,9 @@ torch.library.impl("regard::preorder", ("cpu", "cuda"))(_number)
 
 @torch.library.register_fake("regard::preorder")
 def _(parents):
-    return parents.new_empty(parents.shape, dtype=torch.long), parents.new_empty(parents.shape, dtype=torch.long)
+    return parents.new_empty(parents.shape, dtype=torch.long), parents.new_empty(
+        parents.shape, dtype=torch.long
+    )
 
 
 def _below(node: Any, first: Any, end: Any) -> Any:
@@ -451,7 +457,9 @@ def _listed(indices: Int[Tensor, "*bh blocks k"]) -> Bool[Tensor, "*bh rows colu
 
 def _table(indices: Int[Tensor, "*bh blocks k"], columns: int) -> Bool[Tensor, "*bh rows columns"]:
     *batch, blocks, _ = indices.shape
-    listed = indices.long() + (indices >= columns)  # the last column is for −1: what is not below it is out of range
+    listed = indices.long() + (
+        indices >= columns
+    )  # the last column is for −1: what is not below it is out of range
     table = torch.zeros(*batch, blocks + 1, columns + 1, dtype=torch.bool, device=indices.device)
     table[..., :-1, :].scatter_(-1, torch.where(listed == -1, columns, listed), True)
     table[..., -1] = False
