@@ -15,7 +15,7 @@ from .from_signature import Hints, function_from_signature
 from .mask_encoding import MaskEncoding, as_integers
 from .module_cache import read_cache, tensor_of
 from .module_masks import read_masks
-from .module_windows import OTHERS, read_module_window
+from .module_windows import KEYS_BY_POSITION, read_module_window
 from .names import (
     CACHES,
     CONTEXT,
@@ -436,8 +436,7 @@ def _without(claims: set[str], reader: ModuleReader) -> set[str]:
 
 def _has_keys_by_position(reader: ModuleReader) -> bool:
     """Whether a module speaks of a window, blocks, global tokens and the like, and some output misses some input."""
-    words = f"{type(reader.module).__name__}\n{reader.text}".lower()
-    if not re.search(f"window|sliding|local|band|sink|{OTHERS}", words):
+    if not re.search(KEYS_BY_POSITION, reader.text, re.I):
         return False
     try:
         return not bool(reader.effect(PROBED_LENGTH).all())

@@ -12,18 +12,24 @@ from .names import size_of
 WINDOWS = ("window", "window_size", "sliding_window", "attention_window", "local_window", "win")
 MAX_WINDOW = 24  # keys: a window of w is probed with 2 w + 3 calls
 SINKS = (
-    "sinks",
-    "n_sink",
-    "n_sinks",
-    "num_sink",
-    "num_sinks",
-    "num_sink_tokens",
-    "n_sink_tokens",
-    "sink_tokens",
+    *(
+        "sinks",
+        "n_sink",
+        "n_sinks",
+        "num_sink",
+        "num_sinks",
+        "sink_tokens",
+        "n_sink_tokens",
+        "num_sink_tokens",
+    ),
+    *("sink_size", "attention_sinks", "num_attention_sinks", "attention_sink_size", "start_size"),
 )
-SINKS += ("sink_size", "attention_sinks", "num_attention_sinks", "attention_sink_size", "start_size")
 OTHERS = (  # words for windows that also reach other keys, or that do not slide
     r"global|registers|dilat|strid|block|chunk|prefix|anchor|random|shift|partition|swin(?!dow)|grid|image|dense"
+)
+KEYS_BY_POSITION = (  # words of a docstring for keys that are chosen by their positions
+    r"window|sliding|\blocal|\bband|\bsinks?\b|global|dilat|strid|random|sparse|chunk|prefix|anchor"
+    r"|\bblocks? of|block.?(local|sparse|diagonal|wise)"
 )
 
 

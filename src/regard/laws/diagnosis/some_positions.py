@@ -1,10 +1,12 @@
 """A module that equals the formula at some positions and not at others, although it reads the same inputs at all."""
 
+import re
+
 import torch
 from torch import Tensor, nn
 
-from ..adapters.module_windows import OTHERS
-from ..adapters.names import mixes_otherwise
+from ..adapters.module_windows import KEYS_BY_POSITION
+from ..adapters.names import mixes_otherwise, text_of
 from ..harness import Harness
 from ..law import Case
 from ..measurement import compare
@@ -93,7 +95,11 @@ def has_keys_of_its_own(
     """Whether a module that speaks of blocks, strides, random keys and the like equals the formula over the keys that
     its outputs depend on: which keys these should be, it alone knows."""
     plain = [s for s in seen if not s.options and s.context is None and s.x.shape[1] <= MAX_LENGTH]
-    if not plain or harness.model.window is not None or not mentions(module, OTHERS):
+    if (
+        not plain
+        or harness.model.window is not None
+        or not re.search(KEYS_BY_POSITION, text_of(module), re.I)
+    ):
         return False
     sample = max(plain, key=lambda s: s.x.shape[1])
     rows = list(range(sample.x.shape[1]))
