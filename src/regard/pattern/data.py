@@ -17,6 +17,7 @@ from ..errors import ShapeError, SpecError
 from ..progression import Ints
 from .algebra import Pattern, register
 from .classification import BlockGrid, Classes
+from .preorder import numbered
 from .words import sinks
 
 T = TypeVar("T")
@@ -169,7 +170,7 @@ class tree(Data):
     @property
     def preorder(self) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
         """first and end: the descendants of a node, itself included, are those numbered first … end − 1."""
-        return _kept(self, self.parents, _numbered)
+        return _kept(self, self.parents, numbered)
 
     @property
     def device(self):
@@ -257,60 +258,8 @@ def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
     return kept[1]
 
 
-def _numbered(parents: Int[Tensor, "*b m"]) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
-    if torch.compiler.is_compiling():
-        return torch.ops.regard.preorder(parents)
-    return _number(parents)
-
-
-def _number(parents: Tensor) -> tuple[Tensor, Tensor]:
-    *batch, m = parents.shape
-    rows = parents.detach().cpu().reshape(prod(batch), m).tolist()
-    numbers = zip(*map(_preorder, rows)) if rows else ((), ())
-    first, end = (torch.tensor(x, dtype=torch.long, device=parents.device) for x in numbers)
-    return first.view(parents.shape), end.view(
-        parents.shape
-    )  # memory of their own, as an operation returns it
-
-
-# A tree that a compiled function declares is numbered when its graph runs. Defined by its schema, as custom_op takes
-# longer to import.
-torch.library.define("regard::preorder", "(Tensor parents) -> (Tensor, Tensor)")
-torch.library.impl("regard::preorder", ("cpu", "cuda"))(_number)
-
-
-@torch.library.register_fake("regard::preorder")
-def _(parents):
-    return parents.new_empty(parents.shape, dtype=torch.long), parents.new_empty(
-        parents.shape, dtype=torch.long
-    )
-
-
 def _below(node: Any, first: Any, end: Any) -> Any:
     return (node >= first) & (node < end)
-
-
-def _preorder(parents: list[int]) -> tuple[list[int], list[int]]:
-    """The number of each node in preorder, and the first number past its descendants."""
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
-            what = "its own parent" if parent == node else f"a child of {parent}, which comes after it"
-            what = f"a child of {parent}, and −1 is the only number for none" if parent < -1 else what
-            raise ShapeError(
-                f"tree: position {node} is {what}; each parent comes before its children, −1 is a root"
-            )
-    size = [1] * len(parents)
-    for node in range(len(parents) - 1, -1, -1):
-        if parents[node] >= 0:
-            size[parents[node]] += size[node]
-    first, following, roots = [0] * len(parents), [0] * len(parents), 0
-    for node, parent in enumerate(parents):
-        if parent < 0:
-            first[node], roots = roots, roots + size[node]
-        else:
-            first[node], following[parent] = following[parent], following[parent] + size[node]
-        following[node] = first[node] + 1
-    return first, [a + b for a, b in zip(first, size)]
 
 
 def spans(ids: Ints) -> list[tuple[int, int]] | None:
