@@ -101,6 +101,10 @@ REFUSED = [
     ("__import__('os')", "'__import__' is not a pattern word; known: blocks"),
     ("causal() + full()", "'causal() + full()' is not a pattern; combine full, causal, window"),
     ("window(-1)", "window(-1): a window cannot end before it begins"),
+    (
+        "documents([0, 1])",
+        "documents carries data, so it has no text; pass rg.documents(…) to rg.attention instead",
+    ),
 ]
 
 
@@ -122,6 +126,8 @@ UNREAD = {
     "gtp2": "unknown model 'gtp2'; accepted: a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, "
     "a checkpoint folder, a run folder, package.module:name or file.py:name; did you mean gpt2?",
     "absent.json": "file not found: absent.json",
+    "absent.py": "file not found: absent.py",
+    "mine.py": "mine.py: give the name of a function, a class or a model in it, mine.py:NAME",
     "no_such_module:x": "no module 'no_such_module' on PYTHONPATH or in {here}",
     "torch.nn:Liner": "torch.nn has no 'Liner'; did you mean Linear?",
     "torch.nn:": "'torch.nn:' is not of the form package.module:name or file.py:name",
@@ -141,6 +147,7 @@ def test_a_target_that_cannot_be_read_gets_a_reason(source, tmp_path, monkeypatc
     Path("list.yaml").write_text("- 1\n")
     Path("bytes.json").write_bytes(b"\xff\xfe")
     Path("other.json").write_text("{}")
+    Path("mine.py").write_text("")
     Path("foreign.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(rg.RegardError) as refused:
         targets.read(source)

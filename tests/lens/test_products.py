@@ -472,11 +472,15 @@ class Pooled(Model):
         return F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT).softmax(-1) @ v
 
 
+ALONG = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
 POOLS = {
     "means": lambda x: F.avg_pool1d(x.mT, 2).mT,
     "maxima": lambda x: x.unflatten(1, (2, 4)).amax(1),
     "every second": lambda x: x[:, ::2],
     "chosen": lambda x: x[:, torch.tensor([1, 5])],
+    "a product along the positions": lambda x: ALONG[:3] @ x,
+    "a layer along the positions": lambda x: F.linear(x.mT, ALONG[:3]).mT,
+    "as many by a layer": lambda x: F.linear(x.mT, ALONG).mT,
     "a strided convolution": lambda x: F.conv1d(x.mT, torch.ones(12, 12, 2), stride=2).mT,
 }
 

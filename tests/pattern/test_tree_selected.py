@@ -310,3 +310,47 @@ def test_numbers_that_cannot_be_read_are_refused_in_words():
     for word in (lambda x: rg.selected(x, 4), rg.tree):
         with pytest.raises(ShapeError, match="its numbers must be read, and a tensor on meta has none"):
             word(torch.zeros(3, 2, dtype=torch.long, device="meta"))
+
+
+@pytest.mark.compiled
+def test_blocks_that_a_compiled_router_chooses():
+    """As in NSA and MoBA: the indices are computed in the graph, so nothing is known of them while it is traced."""
+
+    def routed(q, k, v, size=4):
+        blocks = (
+            (q.unflatten(-2, (-1, size)).mean(-2) @ k.unflatten(-2, (-1, size)).mean(-2).mT).topk(2).indices
+        )
+        return rg.attention(q, k, v, rg.causal() & rg.selected(blocks, size))
+
+    compiled = torch.compile(routed, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seed, n in enumerate((32, 20)):
+        numbers = torch.randn(4, 2, 3, n, 8, generator=torch.Generator().manual_seed(seed))
+        *given, weight = (x.clone().requires_grad_() for x in numbers)
+        right, ours = routed(*given), compiled(*given)
+        assert_close(ours, right)
+        assert_close(*(torch.autograd.grad((o * weight).sum(), given) for o in (ours, right)))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("block", [5, 6, -2])
+def test_a_block_that_there_is_not_is_refused_when_a_compiled_graph_runs(block):
+    def listed(q, indices):
+        return rg.attention(q, q, q, rg.selected(indices, 4))
+
+    indices = torch.tensor([[0, block]] * 5)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        torch.compile(listed, fullgraph=True, backend="aot_eager")(torch.randn(1, 1, 20, 4), indices)
+
+
+@pytest.mark.compiled
+def test_a_tree_that_a_compiled_function_declares():
+    def packed(q, k, v, parents):
+        return rg.attention(q, k, v, rg.tree(parents) & rg.window(9))
+
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    q, k, v = torch.randn(3, 2, 2, 30, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    for seed in range(2):  # the same graph
+        parents = torch.stack([random_tree(30, seed), random_tree(30, seed + 2)])
+        assert_close(compiled(q, k, v, parents), packed(q, k, v, parents))
+    with pytest.raises(ShapeError, match="position 3 is its own parent"):
+        compiled(q, k, v, torch.tensor([[-1, 0, 1, 3, *range(3, 29)]] * 2))

@@ -189,6 +189,27 @@ def test_the_next_token_is_the_one_that_greedy_decoding_takes(words):
     assert after == list(expected)[-4:]
 
 
+def test_a_token_id_beyond_all_vocabularies_is_refused(words):
+    assert ask(words, "/api/next", {"text": "5, 12, 7", "after": [10**30]})[0] == 422
+
+
+@pytest.mark.parametrize("path", ["/api/pattern", "/api/region", "/api/pair"])
+def test_a_pattern_for_each_head_is_refused_where_one_is_drawn(words, path):
+    at = {} if path == "/api/pattern" else {"i": 1, "j": 1}
+    status, answer = ask(words, path, {"pattern": "per_head([causal(), window(2)])", **at})
+    assert status == 422
+    assert answer["error"] == "per_head has a pattern for each head, and one is drawn here; enter one of them"
+
+
+@pytest.mark.parametrize(
+    "name, lengths", [("gpt2", (32, 1024)), ("tiny-bert", (8, 128)), ("tiny", (128, 4096))]
+)
+def test_a_curve_has_the_lengths_that_a_table_of_positions_allows(words, name, lengths):
+    points = ask(words, "/api/curve", {"name": name, "batch": 1})[1]["points"]
+    assert (points[0]["n"], points[-1]["n"]) == lengths
+    assert [p["flops"] for p in points] == [rg.cost(name, n=p["n"]).flops for p in points]
+
+
 @pytest.mark.long
 def test_the_best_path_of_the_beam_tree_is_the_translation(studio):
     tree = ask(studio, "/api/beams", {"text": TEXT, "width": 4, "steps": 40})[1]

@@ -38,6 +38,10 @@ def read(source: str) -> Any:
             raise SpecError(f"{source}: importing it raised {type(e).__name__}: {e}") from e
     if source in spec.presets():
         return spec.preset(source)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise SpecError(f"file not found: {source}")
+        raise SpecError(f"{source}: give the name of a function, a class or a model in it, {source}:NAME")
     raise SpecError(f"unknown model {source!r}; accepted: {FORMS}; {nearest(source, spec.presets())}")
 
 

@@ -204,6 +204,7 @@ class Model(_Claims):
     length: int | None = None  # the only length it accepts, as for attention within windows of a fixed size
     layers: int | None = None
     window: tuple[int, int] | None = None  # (before, after), if every layer has this window
+    sinks: int = 0  # the first keys, which every query attends to besides its window
     heads: int | None = None
     projections: Callable[[nn.Module], Projections] | None = None  # of an attention module
     # A cache: make_cache(module, b, context=None) → an empty one; decode(module, x_new, cache) → outputs of x_new.

@@ -204,6 +204,7 @@ class Axes:
         self._stored: dict[int, Stored] = {}
         self._weights = {storage_id(x) for x in weights if followed(x)}
         self._pooled: dict[int, set[int]] = {}  # axis → those from which its entries were pooled or selected
+        self._mixed: set[int] = set()  # axes whose entries are mixtures of positions
 
     def of(self, x: Tensor) -> tuple[Parts, ...]:
         """The factors of each axis of a tensor."""
@@ -265,14 +266,25 @@ class Axes:
         own = own.union(*(self._pooled[axis] for axis in own if axis in self._pooled))
         self._pooled |= {f.axis: own for f in pooled}
 
+    def _mix(self, x: Tensor, at: int, mixed: Parts) -> Parts:
+        """The axis that a product of x with a weight makes of its axis `at`: of positions it makes mixtures."""
+        summed = self.of(x)[at]
+        if not summed or any(f.kind != "row" for f in summed):
+            return mixed
+        self._pool(x, mixed)
+        self._mixed |= {f.axis for f in mixed}
+        return tuple(f._replace(kind="row") for f in mixed)
+
     def differ(self, queries: Parts, keys: Parts) -> bool:
         """Whether the queries are not consecutive positions of the keys' sequence, nor the other way around.
 
-        Some are pooled (or every second one is taken) and others not, or not in the same way.
+        Some are pooled, mixed (or every second one is taken) and others not, or not in the same way.
         """
-        if len(queries) != 1 or len(keys) != 1 or queries[0].size == keys[0].size:
+        if len(queries) != 1 or len(keys) != 1:
             return False
         q, k = queries[0], keys[0]
+        if q.size == k.size and q.axis not in self._mixed and k.axis not in self._mixed:
+            return False
         if q.axis == k.axis:
             return q.size > 1 and q.step != k.step
         of_q, of_k = (self._pooled.get(f.axis, set()) for f in (q, k))
@@ -327,7 +339,10 @@ class Axes:
         return _unknown(out)
 
     def _product(self, left: Tensor, right: Tensor) -> list[Parts]:
-        """A product with a weight is a linear layer: its columns are features, its rows positions."""
+        """A product with a weight is a linear layer: its columns are features, its rows positions.
+
+        Along the positions, as in Linformer, it mixes them, and the result has as many mixtures.
+        """
         a, b = self.of(left), self.of(right)
         rows, columns = a[-2], b[-1]
         batch = (
@@ -338,6 +353,10 @@ class Axes:
                 columns = _rows(columns)
             else:
                 rows, columns = _rows(rows), tuple(f._replace(kind="feature") for f in columns)
+        if self.constant(left) and not self.constant(right):
+            rows = self._mix(right, -2, rows)
+        elif self.constant(right) and not self.constant(left):
+            columns = self._mix(left, -1, columns)
         return [*batch, rows, columns]
 
     def is_linear(self, left: Tensor, right: Tensor) -> bool:

@@ -18,6 +18,7 @@ from ..errors import ShapeError, SpecError
 from ..progression import Ints
 from .algebra import Pattern, register
 from .classification import BlockGrid, Classes
+from .preorder import numbered
 from .words import sinks
 
 T = TypeVar("T")
@@ -170,7 +171,7 @@ class tree(Data):
     @property
     def preorder(self) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
         """first and end: the descendants of a node, itself included, are those numbered first … end − 1."""
-        return _kept(self, self.parents, _numbered)
+        return _kept(self, self.parents, numbered)
 
     @property
     def device(self):
@@ -245,8 +246,10 @@ def without_gaps(x: Tensor) -> Tensor:
 def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
     """compute(data), kept until the data are changed in place; computed anew where changes are not counted."""
     kept = getattr(word, "_kept", None)
-    if kept is not None and torch.compiler.is_compiling():  # which reads no data to compute it again
-        return kept[1]
+    if (
+        torch.compiler.is_compiling()
+    ):  # which reads no data, so what was kept before it began is not computed again
+        return compute(data) if kept is None else kept[1]
     if data.is_meta:
         raise ShapeError(f"{type(word).__name__}: its numbers must be read, and a tensor on meta has none")
     written = compat.version(data)
@@ -256,39 +259,8 @@ def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
     return kept[1]
 
 
-def _numbered(parents: Int[Tensor, "*b m"]) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
-    *batch, m = parents.shape
-    rows = parents.detach().cpu().reshape(prod(batch), m).tolist()
-    numbered = torch.tensor([_preorder(row) for row in rows], dtype=torch.long, device=parents.device)
-    first, end = numbered.view(len(rows), 2, m).unbind(1)
-    return first.reshape(parents.shape), end.reshape(parents.shape)
-
-
 def _below(node: Any, first: Any, end: Any) -> Any:
     return (node >= first) & (node < end)
-
-
-def _preorder(parents: list[int]) -> tuple[list[int], list[int]]:
-    """The number of each node in preorder, and the first number past its descendants."""
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
-            what = "its own parent" if parent == node else f"a child of {parent}, which comes after it"
-            what = f"a child of {parent}, and −1 is the only number for none" if parent < -1 else what
-            raise ShapeError(
-                f"tree: position {node} is {what}; each parent comes before its children, −1 is a root"
-            )
-    size = [1] * len(parents)
-    for node in range(len(parents) - 1, -1, -1):
-        if parents[node] >= 0:
-            size[parents[node]] += size[node]
-    first, following, roots = [0] * len(parents), [0] * len(parents), 0
-    for node, parent in enumerate(parents):
-        if parent < 0:
-            first[node], roots = roots, roots + size[node]
-        else:
-            first[node], following[parent] = following[parent], following[parent] + size[node]
-        following[node] = first[node] + 1
-    return first, [a + b for a, b in zip(first, size)]
 
 
 def spans(ids: Ints) -> list[tuple[int, int]] | None:
@@ -341,7 +313,8 @@ class selected(Data):
                 f"selected: indices of shape {tuple(self.indices.shape)}; (blocks, k), (b, blocks, k) or "
                 "(b, h, blocks, k) is needed"
             )
-        _ = self.listed  # raises an error if a number is none of a block
+        if not torch.compiler.is_compiling():  # the graph's scatter refuses a block that there is not
+            _ = self.listed  # raises an error if a number is none of a block
 
     @property
     def listed(self) -> Bool[Tensor, "*bh rows columns"]:
@@ -406,7 +379,11 @@ class selected(Data):
         return Classes(every, none)
 
     def fits(self, m: int, last: int = -1) -> None:
-        (*_, rows, _), blocks, largest = self.indices.shape, -(-m // self.size), self.listed.shape[-1] - 2
+        (*_, rows, _), blocks = self.indices.shape, -(-m // self.size)
+        if torch.compiler.is_compiling() and getattr(self, "_kept", None) is None:
+            # Declared within the graph, where the largest number listed is not known: as many columns as blocks.
+            object.__setattr__(self, "_kept", (None, _table(self.indices, blocks)))
+        largest = self.listed.shape[-1] - 2
         if last >= rows * self.size:
             raise ShapeError(
                 f"{self!r} up to query {last}: it lists {rows} blocks of {self.size} queries, and "
@@ -425,9 +402,16 @@ def _listed(indices: Int[Tensor, "*bh blocks k"]) -> Bool[Tensor, "*bh rows colu
     smallest, largest = (int(x) for x in indices.aminmax()) if indices.numel() else (-1, -1)
     if smallest < -1:
         raise ShapeError(f"selected: there is no block {smallest}; −1 lists none")
+    return _table(indices, largest + 1)
+
+
+def _table(indices: Int[Tensor, "*bh blocks k"], columns: int) -> Bool[Tensor, "*bh rows columns"]:
     *batch, blocks, _ = indices.shape
-    table = torch.zeros(*batch, blocks + 1, largest + 2, dtype=torch.bool, device=indices.device)
-    table[..., :-1, :].scatter_(-1, indices.long() % (largest + 2), True)  # −1 in the last column
+    listed = indices.long() + (
+        indices >= columns
+    )  # the last column is for −1: what is not below it is out of range
+    table = torch.zeros(*batch, blocks + 1, columns + 1, dtype=torch.bool, device=indices.device)
+    table[..., :-1, :].scatter_(-1, torch.where(listed == -1, columns, listed), True)
     table[..., -1] = False
     return table
 

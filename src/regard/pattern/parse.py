@@ -62,6 +62,10 @@ def _pattern(node: ast.expr, depth: int = 0) -> Pattern:
                     raise
                 raise FormatError(f"{ast.unparse(node)}: {e}") from e
         case ast.Call(ast.Name(word), arguments, keywords):
+            if getattr(KINDS.get(word), "has_data", None) is True:  # of others it is a property, or False
+                raise FormatError(
+                    f"{word} carries data, so it has no text; pass rg.{word}(…) to rg.attention instead"
+                )
             if word not in words:
                 raise FormatError(f"{word!r} is not a pattern word; {nearest(word, [*words, *MORE_WORDS])}")
             given = {str(k.arg): _number(k.value, word) for k in keywords}

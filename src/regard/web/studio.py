@@ -6,7 +6,7 @@ Each route returns the result of a public function; the page shows that Python l
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from fastapi import FastAPI, Response
@@ -58,7 +58,7 @@ class NextRequest(Fields):
     """The text so far: a source, and the ids that follow; of a decoder alone, only these."""
 
     text: str = Field(min_length=1, max_length=4000)
-    after: list[int] = Field(default_factory=list, max_length=MAX_TOKENS)
+    after: list[Annotated[int, Field(ge=0, le=2**31)]] = Field(default_factory=list, max_length=MAX_TOKENS)
 
 
 class BeamRequest(Fields):

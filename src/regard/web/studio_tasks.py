@@ -14,13 +14,14 @@ from .. import spec
 from ..costs.entry import cost as price
 from ..engine.attention import attention
 from ..errors import SpecError, nearest
-from ..pattern import parse_pattern
+from ..pattern import Pattern, parse_pattern
 
 HEADS, WIDTH = 8, 64  # of the call whose time is estimated or measured
 REPEATS = 5
 CELLS = 96  # of a drawing, along each side
 SAMPLES = 12  # positions of a cell, along each side, where a cell is more than one pair
-POINTS = (128, 256, 512, 1024, 2048, 4096)
+LENGTHS = tuple(8 << k for k in range(10))  # 8 … 4096, of which a curve has the longest
+MAX_POINTS = 6
 TARGETS = {
     "regard.attention": "regard:attention",
     "torch SDPA": "torch.nn.functional:scaled_dot_product_attention",
@@ -29,13 +30,21 @@ TARGETS = {
 LAWS = ("L01", "L02", "L19", "L29", "L31", "L34", "L45", "L50", "P01", "P03")
 
 
+def drawn_pattern(text: str) -> Pattern:
+    """A pattern as it is drawn: one for all heads."""
+    parsed = parse_pattern(text)
+    if parsed.differs_by_head:
+        raise SpecError("per_head has a pattern for each head, and one is drawn here; enter one of them")
+    return parsed
+
+
 def region(fields: dict[str, Any]) -> dict[str, Any]:
     """A square of a pattern: the share of the allowed pairs of each cell; exact where a cell is one pair.
 
     Larger cells are sampled at random positions, one in each part of the cell: a regular grid of samples would show
     stripes that are not there.
     """
-    parsed, n = parse_pattern(fields["pattern"]), fields["n"]
+    parsed, n = drawn_pattern(fields["pattern"]), fields["n"]
     size = min(fields["size"], n)
     top, left = (min(max(fields[name], 0), n - size) for name in ("i", "j"))
     cells = min(CELLS, size)
@@ -66,14 +75,14 @@ def region(fields: dict[str, Any]) -> dict[str, Any]:
 
 def pair(fields: dict[str, Any]) -> dict[str, Any]:
     """Whether a query may attend to a key, and whether each word of the pattern allows it."""
-    parsed, i, j = parse_pattern(fields["pattern"]), fields["i"], fields["j"]
+    parsed, i, j = drawn_pattern(fields["pattern"]), fields["i"], fields["j"]
     words = {repr(word): bool(word.allows(i, j)) for word in parsed.leaves()}
     return {"i": i, "j": j, "allowed": bool(parsed.allows(i, j)), "words": words}
 
 
 def timing(fields: dict[str, Any]) -> dict[str, Any]:
     """Measured on this machine's CPU: the pattern, and attention without a mask; the median of a few calls."""
-    parsed, n = parse_pattern(fields["pattern"]), fields["n"]
+    parsed, n = drawn_pattern(fields["pattern"]), fields["n"]
     random = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, HEADS, n, WIDTH, generator=random).requires_grad_(fields["train"]) for _ in range(3)
@@ -107,10 +116,17 @@ def curve(fields: dict[str, Any]) -> dict[str, Any]:
     declared = _preset(fields["name"])
     if isinstance(declared, spec.Vision):
         raise SpecError("the image size of a vision model determines its length")
-    points = []
-    for n in POINTS:
-        result = price(declared, n=n, batch=fields["batch"])
-        points.append({"n": n, "flops": int(result.total.flops)})
+    points: list[dict[str, int]] = []
+    for n in reversed(LENGTHS):
+        try:
+            result = price(declared, n=n, batch=fields["batch"])
+        except SpecError:
+            if n == LENGTHS[0]:
+                raise
+            continue  # longer than its table of positions
+        points.insert(0, {"n": n, "flops": int(result.total.flops)})
+        if len(points) == MAX_POINTS:
+            break
     return {"points": points}
 
 

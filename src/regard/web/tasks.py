@@ -17,9 +17,9 @@ from ..costs.entry import cost as price
 from ..engine.backends import TABLE
 from ..engine.explain import facts_from
 from ..errors import RegardError, SpecError, nearest
-from ..pattern import full, parse_pattern
+from ..pattern import full
 from . import studio_tasks
-from .studio_tasks import HEADS, WIDTH
+from .studio_tasks import HEADS, WIDTH, drawn_pattern
 
 NICENESS = 10  # of a worker process: the lowest are 19, the server's is 0
 MAX_EXPLAINED = 1 << 17  # positions of a pattern that is explained
@@ -28,7 +28,7 @@ MAX_DRAWN = 64  # positions that are drawn
 
 def pattern(fields: dict[str, Any]) -> dict[str, Any]:
     """The count, the drawing and the explanation of a pattern."""
-    parsed, n = parse_pattern(fields["pattern"]), fields["n"]
+    parsed, n = drawn_pattern(fields["pattern"]), fields["n"]
     count = parsed.count(n)
     rows = parsed.allowed(min(n, MAX_DRAWN)).int().tolist()
     explained = estimate = None

@@ -80,6 +80,7 @@ TRAINED = {
     ),
     "a cumulative product": of(lambda y: y.cumprod(1)),
     "a cumulative product by name": of(lambda y: torch.cumprod(input=y, dim=-1)),
+    "powers": of(lambda y: torch.linalg.vander(y, N=5)),
     "a Fourier transform of a middle axis": of(lambda y: torch.fft.rfft(y, dim=1).abs()),
     "an inverse Fourier transform": of(lambda y: torch.fft.irfft(torch.fft.rfft(y, dim=1), dim=1)),
     "maxima with the channels last": of(lambda y: F.max_pool1d(y.mT, 4)),
@@ -127,6 +128,30 @@ EXACT = {
     "medians of rows": of(lambda y: y.median(-1)[0]),
     "the median of everything": of(lambda y: y.median()),
     "an enlarged image": of(lambda y: F.interpolate(image(y), scale_factor=2)),
+    **{
+        f"{name}, {mode}": of(
+            lambda y, make=make, mode=mode: F.interpolate(make(y), scale_factor=2, mode=mode)
+        )
+        for name, make, modes in (
+            ("an image with its channels first", lambda y: image(y).contiguous(), "nearest bilinear bicubic"),
+            ("a larger image", lambda y: y.repeat(1, 1, 3)[:, None], "nearest-exact bilinear bicubic"),
+            (
+                "a larger image of three channels",
+                lambda y: y.repeat(1, 1, 3)[:, None].repeat(1, 3, 1, 1),
+                "bilinear",
+            ),
+            (
+                "a larger image with its channels last",
+                lambda y: y.unflatten(1, (16, 4)).movedim(2, 1),
+                "bilinear",
+            ),
+            ("a sequence", lambda y: y, "nearest linear"),
+            ("a volume", lambda y: y.view(B, 2, 8, 8, -1), "nearest trilinear"),
+        )
+        for mode in modes.split()
+    },
+    "means in 16 bits": of(lambda y: y.bfloat16().mean(-1)),
+    "the mean of everything in 16 bits": of(lambda y: y.bfloat16().mean()),
     "cross-entropy of logits": of(lambda y: F.binary_cross_entropy_with_logits(y, torch.zeros_like(y))),
     "a Huber loss": of(lambda y: F.huber_loss(y, torch.zeros_like(y))),
     "the old weight norm": TRAINED["the old weight norm"],

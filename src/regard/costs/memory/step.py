@@ -33,7 +33,7 @@ class TrainingStep:
     None follows the declaration or the model; "reentrant" for PyTorch's older form. master_weights: the optimizer
     updates float32 copies of 16-bit weights. accumulate: batches per optimizer step. frozen: patterns of parameter
     names that are not trained, such as "embedding.*". lora: rank of trained adapters on every linear layer, all else
-    frozen. loss: output → loss, in place of the model's own.
+    frozen. loss: output → loss, in place of the model's own; without either it is the mean square of the output.
     """
 
     optimizer: str = "adamw"

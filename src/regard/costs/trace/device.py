@@ -66,6 +66,7 @@ class OnDevice(TorchFunctionMode):
             **{function: partial(self._with_note, function) for function in UNKNOWN_WORKSPACE},
             F.mish: F.silu,  # as many tensors; its gradient is one kernel on meta tensors too
             **{f: partial(self._product, f) for f in (torch.prod, Tensor.prod, *CUMULATIVE)},
+            torch.linalg.vander: self._vander,
             **{f: partial(self._max_pool1d, f) for f in (F.max_pool1d, torch.max_pool1d)},
             **({torch.dropout: dropout, torch.rms_norm: rms_norm} if on_gpu else {}),
             **replaced,
@@ -94,6 +95,14 @@ class OnDevice(TorchFunctionMode):
     def _product(self, function: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.trace.notes |= {NONZERO: None} if x.requires_grad and torch.is_grad_enabled() else {}
         return Product.apply(x, function, args, kwargs)
+
+    def _vander(self, x: Tensor, *, N: int | None = None) -> Tensor:
+        """As PyTorch computes it, by a cumprod that no mode sees."""
+        n = x.shape[-1] if N is None else N
+        if n < 2 or not x.is_floating_point():
+            return torch.linalg.vander(x, N=N)
+        powers = self._product(torch.cumprod, x.unsqueeze(-1).expand(*x.shape, n - 1), -1)
+        return torch.cat((torch.ones_like(powers[..., :1]), powers), -1)
 
     def _max_pool1d(self, function: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The CPU stores the positions of the maxima only if a gradient or the model needs them."""

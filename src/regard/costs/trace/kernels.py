@@ -6,7 +6,7 @@ nothing. FLOPs are those of matrix products; operations are named that may conta
 
 import re
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -100,6 +100,8 @@ def _low_product(args: tuple, outs: list[Tensor]) -> int:
     """
     if outs[0].dtype not in (torch.bfloat16, torch.float16):  # conjugates are copied that BLAS cannot read
         return sum(x.nbytes for x in args[-2:] if x.is_conj() and (x.dim() == 3 or x.stride(-1) == 1))
+    if len(args) >= 2 and outs[0].numel() * args[-2].shape[-1] <= 16**3:
+        return 0  # too small for oneDNN
     if not NATIVE or len(args) < 2:
         return 4 * outs[0].numel()
     first = args[-2]
@@ -127,6 +129,19 @@ def _one_layout(args: tuple, outs: list[Tensor]) -> int:
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(args[0].dim(), torch.contiguous_format)
     form = last if args[0].is_contiguous(memory_format=last) else torch.contiguous_format
     return sum(x.nbytes for x in tensors if not x.is_contiguous(memory_format=form))
+
+
+def _upsample(neighbors: int, args: tuple, outs: list[Tensor]) -> int:
+    """The neighbors of each position along each axis, and their weights; or, for small images, copies of both sides
+    with the channels last, in which the kernels are vectorized. Three channels are copied if there is one thread."""
+    x, out = args[0], outs[0]
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
+    there = x.dim() > 3 and x.is_contiguous(memory_format=last)
+    small = x.dim() == 4 and sum(out.shape[2:]) <= 128
+    colored = x.dim() == 4 and neighbors == 2 and x.shape[1] == 3 and torch.get_num_threads() == 1
+    if neighbors == 4 or not (small or colored or (there and x.shape[1] > 3)):
+        return neighbors * (8 + x.itemsize) * sum(out.shape[2:])
+    return sum(y.nbytes for y in (x, out) if not y.is_contiguous(memory_format=last))
 
 
 def _fft(args: tuple, outs: list[Tensor]) -> int:
@@ -168,6 +183,16 @@ NAMES: dict[str, Needs] = {  # on the CPU; names with the same needs are separat
     # How many entries each mean has: a one for each, their sums, and where there are none.
     "scatter_reduce": lambda a, o: (a[4] == "mean") * (a[3].nbytes + o[0].nbytes + o[0].numel()),
     "index_reduce": lambda a, o: (a[4] == "mean") * (max(a[3].nbytes, o[0].numel()) + o[0].nbytes),
+    "upsample_nearest1d _upsample_nearest_exact1d": partial(_upsample, 1),
+    "upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d": partial(
+        _upsample, 1
+    ),
+    "upsample_linear1d upsample_bilinear2d upsample_trilinear3d": partial(_upsample, 2),
+    "upsample_bicubic2d": partial(_upsample, 4),
+    # 16-bit means are those of a copy in float32.
+    "mean": lambda a, o: (
+        4 * (a[0].numel() + (o[0].dtype == a[0].dtype) * o[0].numel()) * (a[0].itemsize == 2)
+    ),
     # One axis after the other.
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa": lambda a, o: (
         a[0].nbytes // a[0].shape[3] * o[0].shape[3]

@@ -17,6 +17,8 @@ WINDOW_SECONDS = 2.0  # processor time for the calls that look for a fixed windo
 WITH_ITSELF = (  # words for a window that counts the query's own key
     r"itself and the `?w\w*`?\s*[-−]\s*1 (keys|positions|tokens)? ?before"
     r"|last `?w\w*`? (keys|positions|tokens)[^.;]{0,20}(up to|including|with) (and including )?itself"
+    r"|(last `?w\w*`?|causal[^.;]{0,40}window of (\d+|`?w\w*`?)) (keys|positions|tokens),? "
+    r"(itself included|including itself)"
     r"|number of (keys|positions|tokens)[^.;]{0,30}(itself|\bown)( (key|position|token|one))? (is )?included"
     r"|number of (keys|positions|tokens)[^.;]{0,30}(including|with|counting) (itself|the query|its own|the current)"
 )

@@ -15,7 +15,7 @@ from .from_signature import Hints, function_from_signature
 from .mask_encoding import MaskEncoding, as_integers
 from .module_cache import read_cache, tensor_of
 from .module_masks import read_masks
-from .module_windows import read_module_window
+from .module_windows import KEYS_BY_POSITION, read_module_window
 from .names import (
     CACHES,
     CONTEXT,
@@ -30,6 +30,7 @@ from .names import (
     TRAINING,
     VALUES,
     WIDTHS,
+    mixes_otherwise,
     parameters_of,
     recognized,
     says_no_gradient,
@@ -50,6 +51,7 @@ NO_POSITIONS = re.compile(  # words that deny them, or that are about tokens at 
     r"|\b(real|valid|padded|padding|masked|unmasked|other|earlier|later|past|future)\s+positions?\b",
     re.I,
 )
+PROBED_LENGTH = 12  # positions, among which a mask of blocks or of a window hides some
 CAUSAL_CODE = re.compile(r"is_causal\s*=\s*True|\btr(il|iu)\b")
 
 
@@ -291,7 +293,7 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
     lacks = {"grad"} if says_no_gradient(reader.text) else set()
     if reader.sequence_first:
         reader.notes.append("axes (n, b, d), according to its docstring or batch_first")
-    window = read_module_window(reader)
+    window, sinks = read_module_window(reader)
     if window is not None:
         claims |= {"positions"} if window[1] else {"always causal"}
     lacks |= _without(claims, reader)
@@ -315,6 +317,7 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
         max_length=reader.length or min(size_of(module, LENGTH_LIMITS) or 4096, 4096),
         length=reader.length,
         window=window,
+        sinks=sinks,
         layers=None if window is None else 1,
         claims=claims,
         lacks=lacks,
@@ -358,7 +361,7 @@ def _read_order(reader: ModuleReader) -> set[str]:
     module = reader.module
     words = f"{type(module).__name__}\n{reader.text}".lower()
     denies = re.search(r"(not|non|no|without|never)[- ]?(causal|autoregressive)|bidirectional", words)
-    says = re.search(r"causal|autoregressive", words) and not denies
+    says = re.search(r"causal|autoregressive", words) and not denies and "prefix" not in words
     flag = size_of(module, ("causal", "is_causal"), bool)
     if "causal" not in reader.names and flag is not False:
         in_code = CAUSAL_CODE.search(source_of(module)) is not None
@@ -425,4 +428,17 @@ def _ignores_order(reader: ModuleReader) -> bool:
 
 
 def _without(claims: set[str], reader: ModuleReader) -> set[str]:
-    return set() if "positions" in claims or reader.tokens else {"positions"}
+    """Without positions, order must not matter; nothing is said of a module in which it does for another reason."""
+    if "positions" in claims or reader.tokens or mixes_otherwise(reader.module):
+        return set()
+    return set() if _has_keys_by_position(reader) else {"positions"}
+
+
+def _has_keys_by_position(reader: ModuleReader) -> bool:
+    """Whether a module speaks of a window, blocks, global tokens and the like, and some output misses some input."""
+    if not re.search(KEYS_BY_POSITION, reader.text, re.I):
+        return False
+    try:
+        return not bool(reader.effect(PROBED_LENGTH).all())
+    except Exception:  # foreign code; the laws report what raises
+        return False

@@ -161,6 +161,21 @@ def text_of(thing: Any) -> str:
     return "\n".join(words)
 
 
+MIXERS = (  # words for what mixes positions, and is no attention
+    r"mamba|\bssm|\bs[46]\b|state.space|recurren|conv(?!e)|rwkv|retention|hyena|delta.?net|\bscan\b|linear attention"
+)
+
+
+def mixes_otherwise(module: nn.Module) -> bool:
+    """Whether a recurrence or a convolution over positions is a part of a module, so that order matters in it."""
+    if any(isinstance(m, nn.RNNBase) for m in module.modules()):
+        return True
+    if any(isinstance(m, nn.Conv1d) and m.kernel_size != (1,) for m in module.modules()):
+        return True
+    own = (m for m in module.modules() if not type(m).__module__.startswith("torch."))
+    return any(re.search(MIXERS, f"{type(m).__name__}\n{text_of(m)}", re.I) for m in own)
+
+
 def windowed_by_default(parameter: inspect.Parameter) -> bool:
     """Whether a window is required or has a default that hides keys, not None or −1: then every call has one."""
     default = parameter.default

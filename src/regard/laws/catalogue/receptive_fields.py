@@ -172,8 +172,8 @@ LAWS = (
                     positions_out(harness)
                     or (
                         None
-                        if harness.model.window and harness.model.layers
-                        else "it declares no window (fields window and layers)"
+                        if harness.model.window and harness.model.layers and not harness.model.sinks
+                        else "it declares no window (fields window and layers), or one with sinks"
                     )
                 ),
             ),

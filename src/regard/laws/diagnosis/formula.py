@@ -85,6 +85,10 @@ def _window(i: Tensor, j: Tensor, call: Call) -> Tensor:
     return (i + call.offset - j <= before) & (j - i - call.offset <= after)
 
 
+def _sinks(i: Tensor, j: Tensor, call: Call) -> Tensor:
+    return j < call.options.get("sinks", 0)
+
+
 def _lengths(i: Tensor, j: Tensor, call: Call) -> Tensor:
     return j < call.options["lengths"][:, None, None, None]
 
@@ -138,6 +142,9 @@ class Formula:
     bias: Callable[[Tensor, Tensor], Tensor] = _add_bias
     causal: Callable[[Tensor, Tensor, Call], Tensor] = _causal
     window: Callable[[Tensor, Tensor, Call], Tensor] = _window
+    sinks: Callable[[Tensor, Tensor, Call], Tensor] = (
+        _sinks  # keys that are allowed besides those of the window
+    )
     lengths: Callable[[Tensor, Tensor, Call], Tensor] = _lengths
     documents: Callable[[Tensor, Tensor, Call], Tensor] = _documents
     mask: Callable[[Tensor, Tensor, Call], Tensor] = _mask
@@ -156,7 +163,8 @@ class Formula:
             if name == "causal" and not call.options.get("causal"):
                 continue
             if name == "causal" or call.options.get(keyword) is not None:
-                tables.append(getattr(self, name)(i, j, call))
+                table = getattr(self, name)(i, j, call)
+                tables.append(table | self.sinks(i, j, call) if name == "window" else table)
         if not tables:
             return None
         b, h, n, m = *call.q.shape[:-1], call.k.shape[-2]

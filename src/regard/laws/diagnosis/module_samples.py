@@ -12,12 +12,14 @@ from .formula import Call, Formula
 from .module_faults import ModuleFault
 from .projections import Arrangement
 
-Implied = dict[str, Any]  # options that a module applies in every call: causal, window
+Implied = dict[str, Any]  # options that a module applies in every call: causal, window, sinks
 
 
 def implied_options(harness: Harness) -> Implied:
     implied: Implied = {"causal": True} if harness.supports("always causal") else {}
-    return implied | ({} if harness.model.window is None else {"window": harness.model.window})
+    if harness.model.window is not None:
+        implied |= {"window": harness.model.window, "sinks": harness.model.sinks}
+    return implied
 
 
 class ModuleSample(NamedTuple):

@@ -31,8 +31,9 @@ from .projections import (
 from .relative_bias import relative_fault, rotary_fault
 from .rounding import SIXTEEN_BITS, in_steps, precision_lost, relative_error
 from .samples import HUGE
-from .some_positions import uneven_positions, wrong_positions
+from .some_positions import has_keys_of_its_own, uneven_positions, wrong_positions
 from .variants import GRADIENTS, PRECISION, VARIANTS
+from .variants.causal_window import SINKS
 from .variants.positions import with_slopes
 
 MAX_ARRANGEMENTS = 64
@@ -111,13 +112,16 @@ def _identify(harness: Harness, module: nn.Module) -> Identified:
     first = plain[0]
     for a in readings:
         if fits(a, RIGHT, first):
-            return Identified(a, _cause(a, seen, fits, implied) or misread(a, harness.model.module))
+            cause = _cause(a, seen, fits, implied)
+            if cause is not None and not cause.exact and has_keys_of_its_own(harness, module, a, seen):
+                cause = None
+            return Identified(a, cause or misread(a, harness.model.module))
     usual = sorted(readings, key=lambda a: (bool(a.packing), a.residual, a.order != "(h d)"))
     for a in usual[:MAX_FAULTY]:
         for fault in MODULE_FAULTS:
             if all(fits(a, RIGHT, s, fault) for s in plain[:2]):
                 return Identified(None, _described(a, seen, fault, RIGHT, implied))
-        for variant in VARIANTS:
+        for variant in (*(SINKS if implied.get("sinks") else ()), *VARIANTS):
             if variant in GRADIENTS:
                 continue
             if all(fits(a, variant.formula(), s) for s in plain[:2]):
@@ -216,6 +220,7 @@ def _cause(a: Arrangement, seen: list[ModuleSample], fits: Any, implied: Implied
         (v, v.formula(), None) for v in VARIANTS if v not in GRADIENTS and v not in PRECISION
     ]
     candidates += [(f, RIGHT, f) for f in MODULE_FAULTS]
+    candidates += [(v, v.formula(), None) for v in SINKS if implied.get("sinks")]
     compared = sorted(wrong, key=lambda s: s.x.shape[:2].numel())[:MAX_COMPARED]
     quick = [s for s in compared if s.x.shape[1] <= QUICK_LENGTH] or compared[:1]
     until, done = time.process_time() + MATCH_SECONDS, 0

@@ -1,8 +1,12 @@
 """A module that equals the formula at some positions and not at others, although it reads the same inputs at all."""
 
+import re
+
 import torch
 from torch import Tensor, nn
 
+from ..adapters.module_windows import KEYS_BY_POSITION
+from ..adapters.names import mixes_otherwise, text_of
 from ..harness import Harness
 from ..law import Case
 from ..measurement import compare
@@ -67,6 +71,8 @@ def uneven_positions(harness: Harness, module: nn.Module) -> Cause | None:
         return None
     if harness.supports("positions") and not mentions(module, r"\brot|rope|alibi|slope|relative"):
         return None
+    if mixes_otherwise(module):
+        return None
     harness.seed(Case(seed=0))
     n = model.length or min(11, model.max_length)
     x = harness.sequence(2, 1).expand(-1, n, -1).contiguous()
@@ -83,6 +89,27 @@ def uneven_positions(harness: Harness, module: nn.Module) -> Cause | None:
     )  # fmt: skip
 
 
+def has_keys_of_its_own(
+    harness: Harness, module: nn.Module, a: Arrangement, seen: list[ModuleSample]
+) -> bool:
+    """Whether a module that speaks of blocks, strides, random keys and the like equals the formula over the keys that
+    its outputs depend on: which keys these should be, it alone knows."""
+    plain = [s for s in seen if not s.options and s.context is None and s.x.shape[1] <= MAX_LENGTH]
+    if (
+        not plain
+        or harness.model.window is not None
+        or not re.search(KEYS_BY_POSITION, text_of(module), re.I)
+    ):
+        return False
+    sample = max(plain, key=lambda s: s.x.shape[1])
+    rows = list(range(sample.x.shape[1]))
+    allowed = _read(harness, module, sample, rows)
+    alone = sample._replace(options={"allowed": allowed[None].to(sample.x.device)})
+    want = evaluate(a, Formula(), alone)
+    limit = (1e-5 if sample.got.dtype == torch.float64 else 2e-4) * max(1.0, float(want.abs().max()))
+    return want.shape == sample.got.shape and bool((sample.got.double() - want).abs().max() <= limit)
+
+
 def _allowed(sample: ModuleSample, implied: Implied) -> Tensor:
     """(n, n): the pairs that the formula allows."""
     n = sample.x.shape[1]
@@ -95,6 +122,11 @@ def _reads_the_same(
     harness: Harness, module: nn.Module, sample: ModuleSample, allowed: Tensor, rows: list[int]
 ) -> bool:
     """Whether outputs at these positions depend on the inputs that the formula allows, and on no others."""
+    return torch.equal(_read(harness, module, sample, rows), allowed[rows])
+
+
+def _read(harness: Harness, module: nn.Module, sample: ModuleSample, rows: list[int]) -> Tensor:
+    """(rows, n): the inputs that the outputs at these positions depend on."""
     columns = []
     other = harness.changed(sample.x)
     with torch.no_grad():
@@ -102,4 +134,4 @@ def _reads_the_same(
             x = sample.x.clone()
             x[:, j] = other[:, j]
             columns.append((harness.run(x, None, module) - sample.got).abs().amax((0, 2))[rows] > 0)
-    return torch.equal(torch.stack(columns, -1).cpu(), allowed[rows])
+    return torch.stack(columns, -1).cpu()

@@ -26,6 +26,24 @@ def _window(change: Any) -> Any:
     return lambda i, j, c: change(i + c.offset - j, *c.options["window"])
 
 
+SINKS = (  # of a module that has them
+    _v(
+        "the attention sinks are ignored: a query attends to its window only",
+        "sinks ignored",
+        "allow the first keys for every query, besides its window",
+        sinks=lambda i, j, c: j < 0,
+    ),
+    *(
+        _v(
+            f"there is one attention sink too {'many' if more > 0 else 'few'}",
+            "sinks off by one",
+            "allow j < sinks for every query, besides its window",
+            sinks=lambda i, j, c, more=more: j < c.options["sinks"] + more,
+        )
+        for more in (-1, 1)
+    ),
+)
+
 CAUSAL = (
     _v(
         "causal is ignored: queries attend to the future",
