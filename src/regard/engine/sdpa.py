@@ -68,8 +68,8 @@ class Sdpa:
         if f.device_type == "cpu":
             pair = MASKED_GRAD if f.grad else MASKED
             if f.unmasked:
-                again = f.heads // f.kv_heads if f.n == 1 else 1  # each query head reads the keys of its group
-                return UNMASKED * f.pairs * pair * again
+                reads = f.heads // f.kv_heads if f.n == 1 else 1  # of the keys of a group
+                return UNMASKED * f.pairs * pair * reads
             if f.bias == "distance":
                 return f.pairs * (pair + (GATHER_GRAD if f.bias_grad else GATHER))
             if f.n == 1:  # the time that it takes to read k and v
