@@ -48,6 +48,10 @@ transforms_active: Callable[[], bool] = _first(
 )
 # () → bool: whether a gradient of torch.func is within another one. Unknown: it is, in any transform.
 nested_gradients: Callable[[], bool] = _first(_nested_gradients, lambda: lambda: True)
+# x → bool: whether torch.vmap maps over the tensor x, whose numbers cannot be read then. Unknown: it does not.
+is_mapped: Callable[[Tensor], bool] = _first(
+    lambda: torch._C._functorch.is_batchedtensor, lambda: lambda x: False
+)
 # () → number of active dispatch modes, or the innermost of them.
 dispatch_modes: Callable[[], Any] = _first(
     lambda: torch._C._len_torch_dispatch_stack,
