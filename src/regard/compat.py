@@ -1,8 +1,7 @@
 """Every private PyTorch or Triton API that regard uses, each behind a probe with a fallback.
 
-A private API may change or vanish with any release. Each one is looked up once, here; where it is missing, or is not
-what this file was written for, a public replacement runs instead: slower, never wrong. Also here: the side effect of
-PyTorch's compiler that regard undoes.
+A private API may change or vanish with any release. Each is looked up once, here; where it is missing or different, a
+public replacement runs: slower, never wrong. Also here: the side effect of PyTorch's compiler that regard undoes.
 """
 
 import sys
@@ -48,10 +47,9 @@ transforms_active: Callable[[], bool] = _first(
 )
 # () → bool: whether a gradient of torch.func is within another one. Unknown: it is, in any transform.
 nested_gradients: Callable[[], bool] = _first(_nested_gradients, lambda: lambda: True)
-# x → bool: whether torch.vmap maps over the tensor x, whose numbers cannot be read then. Unknown: it does not.
-is_mapped: Callable[[Tensor], bool] = _first(
+is_mapped: Any = _first(
     lambda: torch._C._functorch.is_batchedtensor, lambda: lambda x: False
-)
+)  # by torch.vmap
 # () → number of active dispatch modes, or the innermost of them.
 dispatch_modes: Callable[[], Any] = _first(
     lambda: torch._C._len_torch_dispatch_stack,
