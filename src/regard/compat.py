@@ -1,7 +1,7 @@
 """Every private PyTorch or Triton API that regard uses, each behind a probe with a fallback.
 
-A private API may change or vanish with any release. Each one is looked up once, here; where it is missing or another
-than expected, a public replacement runs: slower, never wrong. Also: a side effect of the compiler, undone.
+A private API may change or vanish with any release. Each is looked up once, here; where it is missing or different, a
+public replacement runs: slower, never wrong. Also here: the side effect of PyTorch's compiler that regard undoes.
 """
 
 import sys
@@ -47,6 +47,8 @@ transforms_active: Callable[[], bool] = _first(
 )
 # () → bool: whether a gradient of torch.func is within another one. Unknown: it is, in any transform.
 nested_gradients: Callable[[], bool] = _first(_nested_gradients, lambda: lambda: True)
+# x → bool: whether torch.vmap maps over x.
+is_mapped: Any = _first(lambda: torch._C._functorch.is_batchedtensor, lambda: lambda x: False)
 # () → number of active dispatch modes, or the innermost of them.
 dispatch_modes: Callable[[], Any] = _first(
     lambda: torch._C._len_torch_dispatch_stack,
@@ -98,9 +100,7 @@ def _fused_softmax_backward() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 # (grad, weights) → weights ∘ (grad − Σ grad ∘ weights) over the last axis, written to grad.
-softmax_backward_: Callable[[Tensor, Tensor], Tensor] = _first(
-    _fused_softmax_backward, lambda: _softmax_backward
-)
+softmax_backward_: Any = _first(_fused_softmax_backward, lambda: _softmax_backward)
 
 # PyTorch's fused CPU attention with its log-sum-exp.
 

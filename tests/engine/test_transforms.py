@@ -300,3 +300,28 @@ def test_dual_numbers_in_a_graph_that_was_compiled_without_them_are_refused_with
     assert_close(torch.func.jvp(compiled, (q, k, v), (k, v, q))[1], right)
     torch.compiler.reset()
     assert_close(tangent(), right)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_query_offsets_may_be_mapped():
+    q, k = torch.randn(3, 2, 4, 8, dtype=torch.float64), torch.randn(3, 2, 11, 8, dtype=torch.float64)
+    at = torch.tensor([5, 0, 7])
+    pattern = rg.causal() & rg.window(3)
+
+    def one(q, k, at):
+        return rg.attention(q[None], k[None], k[None], pattern, at=at[None])[0]
+
+    torch.testing.assert_close(torch.vmap(one)(q, k, at), rg.attention(q, k, k, pattern, at=at))
+    lengths = torch.vmap(lambda k, at: rg.attention(k[None], k[None], k[None], rg.lengths(at[None]))[0])(
+        k, at
+    )
+    torch.testing.assert_close(lengths, rg.attention(k, k, k, lengths=at))
+
+
+@pytest.mark.parametrize("word", [rg.documents, rg.tree, lambda x: rg.selected(x[:, None], 1)])
+def test_numbers_of_a_pattern_that_are_mapped_are_refused_with_a_reason(word):
+    k, numbers = torch.randn(2, 1, 2, 5, 8), torch.arange(5).expand(2, -1) - 1
+    with pytest.raises(
+        rg.ShapeError, match=r"torch\.vmap maps over its .*; give those of all rows to one call"
+    ):
+        torch.vmap(lambda k, x: rg.attention(k, k, k, word(x)))(k, numbers)

@@ -119,7 +119,7 @@ class Pattern:
             start, step = query_offset(self, n, m, at)
             last = start + step * (n - 1)
         elif n and isinstance(at, Tensor) and at.is_cpu and at.numel() and not torch.compiler.is_compiling():
-            last = int(at.max()) + n - 1
+            last = -1 if compat.is_mapped(at) else int(at.max()) + n - 1
         for leaf in self.leaves():
             leaf.fits(m, last)
             for own, there, axis in zip(leaf.varies, shape or self.data_shape, ("batch rows", "heads")):

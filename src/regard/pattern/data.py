@@ -229,6 +229,11 @@ def _require_whole(word: str, name: str, x: Any) -> None:
         raise ShapeError(
             f"{word}: {name} is of type {type(x).__name__}, not a tensor; use torch.as_tensor({name})"
         )
+    if word != "lengths" and not torch.compiler.is_compiling() and compat.is_mapped(x):
+        raise ShapeError(
+            f"{word}: torch.vmap maps over its {name}, which must be read; give those of all rows to one call, with "
+            "an axis for the batch"
+        )
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise ShapeError(f"{word}: {name} of {x.dtype}; whole numbers are needed, such as {name}.long()")
 
