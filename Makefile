@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # `make test` runs two processes at the same time, which take about equally long: the folders of FIRST, and all others.
 # Each process imports and collects only what it runs, which is quicker than workers that collect every test.
-FIRST := tests/costs tests/engine tests/laws tests/lens tests/position tests/project tests/reference
+FIRST := tests/costs tests/engine tests/laws tests/lens tests/project
 comma := ,
 SHAPED := $(shell grep -rl jaxtyping src/regard --include=*.py | sed 's|^src/||; s|/__init__.py$$||; s|\.py$$||; s|/|.|g')
 CHECKED := --jaxtyping-packages=$(subst $(subst ,, ),$(comma),$(SHAPED)),beartype.beartype --checked-cases 1 \
