@@ -201,7 +201,7 @@ def test_grids_are_left_to_the_kernels_that_read_their_lines():
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_grids_in_float32_are_estimated_in_float32_by_both(grad):
-    grid = neighborhood((32, 128), (15, 31), border="shifted")
+    grid = rg.neighborhood((32, 128), (15, 31), border="shifted")
     more = {"dtype": torch.float32, "device": "cuda", "heads": 2, "kv_heads": 1, "d_k": 40, "d_v": 40}
     assert choose(CallFacts(grid, 4096, 4096, grad=grad, **more)).backend == "triton"
 
