@@ -7,27 +7,27 @@ import typer
 
 from . import names
 
-app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure the speed of this machine.", no_args_is_help=True)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine."""
+    """Measure the speed of this machine."""
 
 
 @app.command()
 def machine(
     device: Annotated[
         str,
-        typer.Option(help="cpu or cuda; by default a GPU if there is one.", autocompletion=names.devices),
+        typer.Option(help="cpu or cuda; by default, a GPU if there is one.", autocompletion=names.devices),
     ] = "",
     path: Annotated[
-        Path | None, typer.Option(help="The file to write; by default in the user's cache folder.")
+        Path | None, typer.Option(help="The file to write; by default, in the user's cache folder.")
     ] = None,
-    size: Annotated[int | None, typer.Option(min=64, max=32768, help="Side of the matrices.")] = None,
+    size: Annotated[int | None, typer.Option(min=64, max=32768, help="Size of the square matrices.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Measure the rates of matrix products and of memory, and store them for `regard cost --time`.
+    """Measure the rates of matrix products and memory, and store them for `regard cost --time`.
 
     Example: regard bench machine
     """

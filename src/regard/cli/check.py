@@ -30,14 +30,15 @@ def check(
     target: Annotated[
         str | None,
         typer.Argument(
-            help=f"{FORMS}; a class or a factory is called with --heads and --d-model.",
+            help=f"The target: {FORMS}; a class or factory is called with --heads and --d-model.",
             autocompletion=names.models,
         ),
     ] = None,
     law: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this law, by number (L29) or name (causality); repeatable.", autocompletion=names.laws
+            help="Run only this law, by number (L29) or name (causality); repeatable.",
+            autocompletion=names.laws,
         ),
     ] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Number of heads to build a class with.")] = None,
@@ -46,11 +47,11 @@ def check(
         list[str] | None, typer.Option(help="Check this promise as if the target claimed it; repeatable.")
     ] = None,
     kind: Annotated[
-        str | None, typer.Option("--as", help=f"What the target is, if that is not detected: {KINDS}.")
+        str | None, typer.Option("--as", help=f"What the target is, if it is not detected: {KINDS}.")
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="The device to check it on, such as cuda.", autocompletion=names.devices),
+        typer.Option(help="The device to run on, such as cuda.", autocompletion=names.devices),
     ] = None,
     setting: Annotated[list[str] | None, typer.Option("--with", help=SETTINGS)] = None,
     cases: Annotated[int, typer.Option(min=1, help="Cases per law.")] = 40,
@@ -58,9 +59,9 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the laws and stop.")] = False,
 ) -> None:
-    """Run the laws of attention on a function, a module or a model of any library.
+    """Run the laws of attention on a function, a module or a model from any library.
 
-    Exit code 0: every law that applies holds. 1: a law is broken. 2: no law could run, or a bad request.
+    Exit code 0: every law that applies holds. 1: a law is broken. 2: no law could run, or the request was invalid.
 
     Examples: regard check torch.nn.functional:scaled_dot_product_attention
 

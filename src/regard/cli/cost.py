@@ -33,7 +33,7 @@ class DefaultToOf(TyperGroup):
 app = typer.Typer(
     cls=DefaultToOf,
     no_args_is_help=True,
-    help="What a model costs before it runs: parameters, FLOPs, memory, time.\n\n"
+    help="Show what a model costs before it runs: parameters, FLOPs, memory, time.\n\n"
     "Example: regard cost gpt2 --n 1024 --batch 8 --train --device cuda --fits 80GB",
 )
 
@@ -47,19 +47,19 @@ def cost() -> None:
 class CostRequest:
     """The arguments and options of `regard cost`, one field each."""
 
-    source: Annotated[str, typer.Argument(help=FORMS)]
+    source: Annotated[str, typer.Argument(help=f"The model: {FORMS}.")]
     n: Annotated[
-        int | None, typer.Option(help="Number of queries; of an encoder-decoder, the target length.")
+        int | None, typer.Option(help="Number of queries; for an encoder-decoder, the target length.")
     ] = None
     m: Annotated[
-        int | None, typer.Option(help="Number of keys; of an encoder-decoder, the source length.")
+        int | None, typer.Option(help="Number of keys; for an encoder-decoder, the source length.")
     ] = None
     batch: Annotated[int, typer.Option(help="Batch size.")] = 1
     dtype: Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16, float16, float64.")] = (
         "float32"
     )
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
-    backend: Annotated[str, typer.Option(help="The backend of attention.")] = "auto"
+    backend: Annotated[str, typer.Option(help="Attention backend.")] = "auto"
     train: Annotated[bool, typer.Option("--train", help="Price a training step.")] = False
     depth: Annotated[int | None, typer.Option(min=0, help="Show the tree of parts to this depth.")] = None
     optimizer: Annotated[
@@ -69,34 +69,32 @@ class CostRequest:
             "(for_loop, foreach, fused)."
         ),
     ] = "adamw"
-    autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None
+    autocast: Annotated[str | None, typer.Option(help="Autocast dtype: bfloat16 or float16.")] = None
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Activation checkpointing of each block.")
+        bool, typer.Option("--checkpointing", help="Use activation checkpointing for each block.")
     ] = False
     reentrant: Annotated[
         bool, typer.Option("--reentrant", help="With --checkpointing: PyTorch's reentrant variant.")
     ] = False
     master_weights: Annotated[
-        bool, typer.Option("--master-weights", help="float32 copies of 16-bit weights.")
+        bool, typer.Option("--master-weights", help="Keep float32 copies of 16-bit weights.")
     ] = False
     accumulate: Annotated[int, typer.Option(help="Batches per optimizer step.")] = 1
-    frozen: Annotated[
-        str, typer.Option(help="Weights that are not trained: names such as 'embed*,head*'.")
-    ] = ""
-    lora: Annotated[int, typer.Option(help="Train LoRA adapters of this rank; all else is frozen.")] = 0
+    frozen: Annotated[str, typer.Option(help="Parameters that are not trained, by name: 'embed*,head*'.")] = (
+        ""
+    )
+    lora: Annotated[int, typer.Option(help="Train LoRA adapters of this rank; freeze the rest.")] = 0
     ranks: Annotated[
-        int, typer.Option(help="GPUs that share the weights (FSDP2): also print the peak of one of them.")
+        int, typer.Option(help="GPUs that share the weights (FSDP2); prints the peak of one of them too.")
     ] = 1
-    ddp: Annotated[bool, typer.Option("--ddp", help="With --ranks: every GPU holds all weights (DDP).")] = (
+    ddp: Annotated[bool, typer.Option("--ddp", help="With --ranks: each GPU holds all weights (DDP).")] = (
         False
     )
     fits: Annotated[
-        str | None, typer.Option(help="Print the largest batch and n that fit this memory, such as 80GB.")
+        str | None, typer.Option(help="Print the largest batch and n that fit, given a memory such as 80GB.")
     ] = None
-    time: Annotated[bool, typer.Option("--time", help="Estimate the time, by `regard bench machine`.")] = (
-        False
-    )
-    measure: Annotated[bool, typer.Option("--measure", help="Also run it and measure the time.")] = False
+    time: Annotated[bool, typer.Option("--time", help="Estimate time, from `regard bench machine`.")] = False
+    measure: Annotated[bool, typer.Option("--measure", help="Also run it and measure its time.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False
     latex: Annotated[bool, typer.Option("--latex", help="Write a LaTeX table of formulas.")] = False
 
@@ -133,7 +131,7 @@ class CostRequest:
 @app.command()
 @partial(with_options, CostRequest)
 def of(request: CostRequest) -> None:
-    """What a model costs before it runs: parameters, FLOPs, memory, time.
+    """Show what a model costs before it runs: parameters, FLOPs, memory, time.
 
     Examples: regard cost transformer-base --n 128 --batch 32 --train --autocast bfloat16 --device cuda
 
@@ -259,16 +257,16 @@ def _show(result: Any) -> None:
 
 @app.command()
 def compare(
-    n: Annotated[int, typer.Option(help="Length.")] = 1000,
-    d: Annotated[int, typer.Option(help="Width.")] = 512,
+    n: Annotated[int, typer.Option(help="Sequence length.")] = 1000,
+    d: Annotated[int, typer.Option(help="Model width.")] = 512,
     kernel: Annotated[int, typer.Option(help="Kernel size of the convolutions.")] = 3,
     w: Annotated[int, typer.Option(help="Neighbors on each side of restricted attention.")] = 2,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure each on this machine and fit its growth.")
+        bool, typer.Option("--measure", help="Time each on this machine and fit its growth.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Compare attention with recurrent and convolutional layers: FLOPs, steps, path length, crossing points.
+    """Compare attention with recurrent and convolutional layers: FLOPs, steps, path length, crossover lengths.
 
     Example: regard cost compare --n 4096 --d 64 --measure
     """

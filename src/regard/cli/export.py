@@ -9,11 +9,11 @@ import typer
 
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    out: Annotated[Path, typer.Option(help="A new folder.")],
+    out: Annotated[Path, typer.Option(help="A new folder to write to.")],
     to: Annotated[str, typer.Option(help="The format: ctranslate2.")] = "ctranslate2",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Export a trained translator to the format of another program, with equal translations.
+    """Export a trained translator to another program's format, with the same translations.
 
     Example: regard export runs/translate --out runs/translate-ct2
     """

@@ -18,22 +18,22 @@ MAX_JSON_WEIGHTS = 2_000_000  # numbers of all maps together that --json writes
 
 
 def look(
-    model: Annotated[str, typer.Argument(help=FORMS, autocompletion=names.models)],
+    model: Annotated[str, typer.Argument(help=f"The model: {FORMS}.", autocompletion=names.models)],
     given: Annotated[str, typer.Argument(metavar="INPUT", help=INPUT)],
     target: Annotated[
         str | None,
         typer.Option(
-            help="The input of the decoder, in the same forms; by default what the model generates itself."
+            help="The decoder's input, in the same forms; by default, what the model itself generates."
         ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write a page (.html) or a picture (.svg, .png, .pdf).")
     ] = None,
     effects: Annotated[bool, typer.Option(help="Remove each head in turn and show the effect.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of random weights and inputs.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON: tokens, numbers and maps.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed for random weights and inputs.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON: tokens, statistics, maps.")] = False,
 ) -> None:
-    """Show what each attention head of a model attends to, while it runs its usual kernels.
+    """Show what each head of a model attends to, while the model runs its usual kernels.
 
     Example: regard look ./my-checkpoint "The cat sat on the mat" --out heads.html
 

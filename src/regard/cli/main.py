@@ -18,16 +18,16 @@ from .forms import FORMS
 # The commands that have a file of their own, with the line that `regard --help` shows. A module is imported when its
 # command is used. It has a function of the command's name, or an `app` of several subcommands.
 COMMANDS = {
-    "cost": "What a model costs before it runs: parameters, FLOPs, memory, time.",
-    "plan": "What fits on a GPU, how fast it would train, and code to run it.",
-    "check": "Run the laws of attention on a function, a module or a model of any library.",
-    "look": "Show what each attention head of a model attends to, while it runs its usual kernels.",
+    "cost": "Show what a model costs before it runs: parameters, FLOPs, memory, time.",
+    "plan": "Show what fits on a GPU, how fast it would train, and the code to run it.",
+    "check": "Run the laws of attention on a function, a module or a model from any library.",
+    "look": "Show what each head of a model attends to, while the model runs its usual kernels.",
     "train": "Train a recipe; run the same command again to resume it.",
-    "report": "Write report.html in the folder of a run: curves, examples, attention maps, cost, laws.",
+    "report": "Write report.html to the folder of a run: curves, examples, attention maps, cost, laws.",
     "translate": "Translate English to Spanish, or use a model trained by `regard train translate`.",
-    "export": "Export a trained translator to the format of another program, with equal translations.",
-    "bench": "Measure this machine.",
-    "serve": "Serve a web page: patterns drawn and explained, costs, the heads of a model.",
+    "export": "Export a trained translator to another program's format, with the same translations.",
+    "bench": "Measure the speed of this machine.",
+    "serve": "Serve a local web page: heads, translation, patterns, cost, laws and training runs.",
 }
 
 
@@ -130,8 +130,10 @@ def presets(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(source: Annotated[str, typer.Argument(help=FORMS, autocompletion=names.models)]) -> None:
-    """Print a declaration as JSON; it can be edited and read back.
+def show(
+    source: Annotated[str, typer.Argument(help=f"The model: {FORMS}.", autocompletion=names.models)],
+) -> None:
+    """Print a declaration as JSON, which can be edited and read back.
 
     Example: regard show gpt2 > mine.json
     """
@@ -146,13 +148,15 @@ def show(source: Annotated[str, typer.Argument(help=FORMS, autocompletion=names.
 
 @app.command()
 def explain(
-    pattern: Annotated[str, typer.Argument(help="As in Python: 'causal() & (window(128) | every(64))'.")],
+    pattern: Annotated[
+        str, typer.Argument(help="A pattern, written as in Python: 'causal() & (window(128) | every(64))'.")
+    ],
     n: Annotated[int, typer.Option(min=1, help="Number of queries and keys.")] = 1024,
     device: Annotated[str, typer.Option(help="cpu or cuda.", autocompletion=names.devices)] = "cpu",
     draw: Annotated[bool, typer.Option(help="Draw the first 16 rows.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a pattern would run: pairs needed, pairs computed, the backend and the reason.
+    """Show how a pattern would run: pairs needed, pairs computed, the backend and why it was chosen.
 
     Example: regard explain 'causal() & (window(128) | every(64))' --n 16384
     """

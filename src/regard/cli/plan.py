@@ -19,23 +19,23 @@ from .options import with_options
 class PlanRequest:
     """The argument and options of `regard plan`, one field each."""
 
-    source: Annotated[str, typer.Argument(help=FORMS)]
-    memory: Annotated[str | None, typer.Option(help="Memory of a GPU, such as 80GB.")] = None
+    source: Annotated[str, typer.Argument(help=f"The model: {FORMS}.")]
+    memory: Annotated[str | None, typer.Option(help="Memory of one GPU, such as 80GB.")] = None
     gpu: Annotated[
         str | None,
         typer.Option(help="GPUs to compare: b200, h200, h100, a100-80, a100-40, l40s, l4, 4090, 3090."),
     ] = None
-    n: Annotated[int | None, typer.Option(help="Length of a sequence.")] = None
+    n: Annotated[int | None, typer.Option(help="Sequence length.")] = None
     train: Annotated[
-        bool, typer.Option("--train/--inference", help="A training step, or a forward pass.")
+        bool, typer.Option("--train/--inference", help="Plan a training step, or inference.")
     ] = True
     ranks: Annotated[int, typer.Option(help="GPUs that share the work (FSDP2).")] = 1
     pattern: Annotated[
-        str | None, typer.Option(help="Another attention pattern, such as 'causal() & window(256)'.")
+        str | None, typer.Option(help="Use this attention pattern, such as 'causal() & window(256)'.")
     ] = None
     code: Annotated[
         int | None,
-        typer.Option(min=1, help="Print only the program of this row of the table: 1 is the fastest."),
+        typer.Option(min=1, help="Print only the program for this row of the table; 1 is the fastest."),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False
 
@@ -67,7 +67,7 @@ def progress_bar() -> Iterator[None]:
 
 @partial(with_options, PlanRequest)
 def plan(request: PlanRequest) -> None:
-    """What fits on a GPU, how fast it would train, and code to run it.
+    """Show what fits on a GPU, how fast it would train, and the code to run it.
 
     Lists the largest batch that fits for each kind of step, sorted by tokens per second.
 

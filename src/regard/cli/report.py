@@ -11,7 +11,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the path of the page as JSON.")] = False,
 ) -> None:
-    """Write report.html in the folder of a run: curves, examples, attention maps, cost, laws.
+    """Write report.html to the folder of a run: curves, examples, attention maps, cost, laws.
 
     Example: regard report runs/translate
     """

@@ -44,14 +44,14 @@ class TrainRequest:
         ),
     ] = None
     valid: Annotated[
-        str | None, typer.Option(help="A file for validation; by default every twentieth line of --data.")
+        str | None, typer.Option(help="Validation file; by default, every twentieth line of --data.")
     ] = None
     test: Annotated[
-        str | None, typer.Option(help="A file for the final scores; by default the validation lines.")
+        str | None, typer.Option(help="File for the final scores; by default, the validation lines.")
     ] = None
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder of the run, by default runs/NAME; an existing run is resumed."),
+        typer.Option(help="Folder of the run, by default runs/NAME; an existing run is resumed."),
     ] = None
     set_: Annotated[
         list[str] | None,
@@ -60,11 +60,11 @@ class TrainRequest:
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu, cuda, …; by default a GPU if available, for a lesson the CPU.",
+            help="cpu, cuda, …; by default a GPU if available (for a lesson, the CPU).",
             autocompletion=names.devices,
         ),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate cost, memory and time, and stop.")] = (
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate cost, memory and time, then stop.")] = (
         False
     )
     show: Annotated[
@@ -79,7 +79,7 @@ class TrainRequest:
     ] = None
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="CPU threads; by default the fastest number, measured before training."),
+        typer.Option(min=1, help="CPU threads; by default, the fastest number, measured first."),
     ] = None
     list_: Annotated[
         bool, typer.Option("--list", help="List the recipes, the lessons and their parameters.")
@@ -97,7 +97,7 @@ class TrainRequest:
 def train(request: TrainRequest) -> None:
     """Train a recipe; run the same command again to resume it.
 
-    A lesson, T1 to T13, trains its models, prints its numbers beside the expected ones, and writes a page.
+    A lesson (T1 to T13) trains its models, prints its results next to the expected ones, and writes a page.
 
     Example: regard train translate --out runs/es --set minutes=6
 

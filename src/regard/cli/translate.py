@@ -13,10 +13,11 @@ from ..errors import FormatError, SpecError
 
 def translate(
     sentences: Annotated[
-        list[str] | None, typer.Argument(metavar="SENTENCE", help="Sentences; without one, stdin is read.")
+        list[str] | None,
+        typer.Argument(metavar="SENTENCE", help="Sentences; if there are none, stdin is read."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="The folder of a run; by default the included translator.")
+        Path | None, typer.Option(help="The folder of a run; by default, the included translator.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Translate this file, line by line.")] = None,
     width: Annotated[
@@ -25,7 +26,7 @@ def translate(
             "--beam",
             min=1,
             max=10_000,
-            help="Beam width; 1 is greedy. By default as in the model's card.",
+            help="Beam width; 1 is greedy. By default, as in the model card.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print source and target as JSON lines.")] = False,

@@ -29,33 +29,33 @@ class ServeRequest:
     model: Annotated[
         str | None,
         typer.Argument(
-            help=f"The model whose heads are shown: {FORMS}; by default the translator of regard.",
+            help=f"The model to show: {FORMS}; by default, the included translator.",
             autocompletion=names.models,
         ),
     ] = None
     host: Annotated[
         str, typer.Option(help="A host name or IPv4 address; 0.0.0.0 for access from other machines.")
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8765
-    browse: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 10.0
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Requests that are computed at a time.")] = 2
-    memory: Annotated[float, typer.Option(min=0.1, help="GiB that each of them may allocate.")] = 2.0
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8765
+    browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False
+    deadline: Annotated[float, typer.Option(min=0.1, help="Time limit of a request, in seconds.")] = 10.0
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Requests that run at the same time.")] = 2
+    memory: Annotated[float, typer.Option(min=0.1, help="Memory limit of a request, in GiB.")] = 2.0
     runs: Annotated[
-        Path | None, typer.Option(help="A folder of training runs; by default ./runs if it exists.")
+        Path | None, typer.Option(help="A folder of training runs; by default, ./runs if it exists.")
     ] = None
     allow_code: Annotated[
         bool,
         typer.Option(
             "--allow-code",
-            help="Let the page send Python code to check; whoever opens the page can then run code here.",
+            help="Let the page check Python code; anyone who opens the page can then run code here.",
         ),
     ] = False
 
 
 @partial(with_options, ServeRequest)
 def serve(request: ServeRequest) -> None:
-    """Serve a web page: patterns drawn and explained, costs, the heads of a model.
+    """Serve a local web page: heads, translation, patterns, cost, laws and training runs.
 
     Example: regard serve runs/translate --open
     """
