@@ -43,10 +43,11 @@ def cost(
 ) -> Cost:
     """The cost of a model before it runs: parameters, FLOPs and bytes, term by term.
 
-    model: a declaration, a preset's name, or any module (with example inputs; values matter if it branches on them).
-    n, m: number of queries and keys; for an encoder-decoder target and source length. An image model knows its n.
+    model: a declaration, the name of a preset, or any module (with example inputs, whose values matter if it branches
+    on them).
+    n, m: numbers of queries and keys; for an encoder-decoder, target and source length. An image model knows its n.
     train: True or a TrainingStep; memory then includes gradients, optimizer state and saved activations.
-    backend, device: which attention backend runs, and where; they decide how many pairs are evaluated.
+    backend, device: which attention backend runs, and where; they determine how many pairs are computed.
 
     >>> from regard.spec import Attention
     >>> cost(Attention(512), n=1000).flops

@@ -118,8 +118,8 @@ def plan(
     """The largest batch that fits, for each kind of step, with its time: sorted by tokens per second.
 
     model: a declaration, the name of a preset, a Hugging Face configuration or model, or a function that returns one.
-    gpu: names of cards, separated by commas (h200, h100, a100-40, l40s, l4, 4090, …); memory: bytes, or "80GB",
-    in place of a card's own. train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward
+    gpu: names of cards, separated by commas (h200, h100, a100-40, l40s, l4, 4090, …). memory: bytes, or "80GB",
+    instead of the card's own. train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward
     pass and generation. ranks: cards that share the work (FSDP2). pattern: replaces that of a declared attention.
     """
     model = built(model)

@@ -48,21 +48,21 @@ def attention(
 ) -> Float[Tensor, "*o n d_v"] | tuple[Float[Tensor, "*o n d_v"], Float[Tensor, "*o n"]]:
     """softmax(scale · q kᵀ + bias) v over the pairs of the pattern, by the fastest exact backend.
 
-    q, k, v: (batch, heads, positions, width). Axes in front of the positions may be missing, be more, or be 1 where
-    the others have more, as in PyTorch's scaled_dot_product_attention.
-    pattern: a `Pattern`, one for each head (`per_head`, or a list), or a bool tensor that broadcasts to (b, h, n, m),
-    True = may attend; None is every pair.
-    lengths: keys at and past lengths[b] are hidden, whatever they hold (NaN too); queries never are. As (b, 2), the
-    keys of row b are visible from lengths[b, 0] on and hidden from lengths[b, 1] on: left padding.
+    q, k, v: (batch, heads, positions, width). Leading axes may be missing, additional or broadcast (size 1), as in
+    PyTorch's scaled_dot_product_attention.
+    pattern: a `Pattern`; one per head (`per_head`, or a list); or a bool tensor that broadcasts to (b, h, n, m) and
+    is True where a query may attend. None allows every pair.
+    lengths: keys from index lengths[b] on are hidden, whatever they contain (even NaN); queries never are. With shape
+    (b, 2), the visible keys of row b are [lengths[b, 0], lengths[b, 1]), for left padding.
     bias: added to the scores; a tensor that broadcasts to (b, h, n, m), or a bias by distance.
-    scale: None is 1/√d_k; 0 the mean of the values; inf the hard limit, where tied keys share (`ties`).
-    softcap: c makes the scores c · tanh(scale · q kᵀ / c), before the bias is added (Gemma 2).
-    sink_logits: one more score in the softmax of each head, without a value: a share of the weights (gpt-oss).
-    at: the query offset: query i is at position at + i; one offset per batch row, or (start, step); None is m − n.
-    backend: "auto", "reference", "sdpa", "tiles" (CPU), "triton" (CUDA), "flex", "flash4"; `explain` says why.
-    Fewer key/value heads than query heads are shared by groups; d_v may differ from d_k.
-    A query with no allowed key gets zeros, and finite gradients.
-    With return_lse, also ln Σ exp(scores), differentiable.
+    scale: None means 1/√d_k; 0 gives the mean of the values; inf gives hard attention, where `ties` decides ties.
+    softcap: c replaces the scores by c · tanh(scale · q kᵀ / c), before the bias is added (Gemma 2).
+    sink_logits: one logit per head that takes part in each softmax but has no value (gpt-oss).
+    at: the query offset. Query i is at position at + i; one offset per batch row, or (start, step); None is m − n.
+    backend: "auto", "reference", "sdpa", "tiles" (CPU), "triton" (CUDA), "flex" or "flash4"; see `explain`.
+
+    Key/value heads may be fewer than query heads (grouped heads); d_v may differ from d_k. A query with no allowed key
+    gets zeros and finite gradients. With return_lse, the differentiable log-sum-exp of the scores is returned too.
     """
     if foreign:
         raise not_an_argument(foreign)

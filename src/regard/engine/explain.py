@@ -49,11 +49,11 @@ class Explanation(ShownAsTable):
 def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
     """The backend and variant by which `attention` runs a call, the pairs it needs and computes, and why.
 
-    explain(q, k, v, pattern, …) takes the arguments of `attention`. explain(pattern, n, m) takes sizes, and by name
-    what else decides: d_k=64, d_v=d_k, batch=1, heads=8, kv_heads=heads, dtype, device, at, scale, dropout_p,
-    return_lse, softcap, bias="none", "tensor" or "distance"; and as True or False grad, bias_grad=grad, lengths,
-    left_padding (lengths with a start), sink_logits, table (a bool tensor) and row_offsets (one query offset per
-    batch row).
+    explain(q, k, v, pattern, …) takes the arguments of `attention`. explain(pattern, n, m) takes sizes and, by name,
+    everything else that the choice depends on: d_k=64, d_v=d_k, batch=1, heads=8, kv_heads=heads, dtype, device, at,
+    scale, dropout_p, return_lse, softcap, bias="none", "tensor" or "distance"; and, as True or False, grad,
+    bias_grad=grad, lengths, left_padding (lengths with a start), sink_logits, table (a bool tensor) and row_offsets
+    (one query offset per batch row).
 
     >>> from regard.pattern import causal, every, window
     >>> print(explain(causal() & (window(128) | every(64)), n=16384))  # doctest: +ELLIPSIS

@@ -24,8 +24,8 @@ Part = tuple[Float[Tensor, "*b n d_v"], Float[Tensor, "*b n"]]
 def merge(parts: Sequence[Part]) -> Part:
     """(o, lse) over all keys from the (o, lse) of disjoint sets of keys; gradients reach every o and lse.
 
-    A row that saw nothing in a part has o = 0 and lse = −∞ there; one that saw nothing in any part has both
-    here, and its gradients are zeros.
+    A row without an allowed key in a part has o = 0 and lse = −∞ there. A row without an allowed key in any part has
+    the same in the result, and zero gradients.
     """
     if not parts:
         raise ShapeError("merge() of no parts; give at least one (o, lse)")

@@ -47,11 +47,11 @@ def generate(
     return_log_probs: bool = True,
     return_weights: bool = False,
 ) -> Generated:
-    """Continue each prompt until `eos_id` or max_new_tokens tokens; dropout is off meanwhile.
+    """Continue each prompt until `eos_id` or for max_new_tokens tokens, with dropout off.
 
-    prompt: rows of ids, of different lengths or padded on either side (`padding` is True there). An
+    prompt: rows of token ids, of different lengths, or padded on either side (`padding` is True there). An
     encoder-decoder reads `source` and starts from its start token: prompt = [[start]] * b. Rows that have
-    ended cost nothing more; no row grows longer than a learned table of positions. max_new_tokens: one number, or
+    ended cost nothing more; no row grows beyond a learned table of positions. max_new_tokens: one number, or
     one per row. Without log-probabilities a greedy step is about a tenth cheaper.
     """
     if not isinstance(strategy, Strategy):

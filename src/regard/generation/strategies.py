@@ -12,7 +12,7 @@ from ..errors import SpecError
 
 @dataclass(frozen=True)
 class greedy:
-    """The most likely token; of several equally likely ones the first."""
+    """The most likely token; the first one in case of a tie."""
 
 
 @dataclass(frozen=True)

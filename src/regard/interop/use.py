@@ -49,15 +49,15 @@ class Applied:
 
 
 def use(model: Any, pattern: Any = None) -> Applied:
-    """Let every self-attention of the model attend to the pattern's pairs only, on top of its own mask.
+    """Restrict every self-attention of the model to the pairs of a pattern, in addition to its own mask.
 
     pattern: one for all layers; a sequence with one per query head; or a mapping from a layer (its number, or its
     module name, * allowed) to one of these. None: Hugging Face models run by regard, with the patterns saved in their
     configuration, if any. Positions count from the first key; in a left-padded row from its first real token.
-    Cross-attention keeps all its keys, unless a mapping names it. A second call on the same layers takes the place of
-    the first until it is removed; handles may be removed in any order.
+    Cross-attention keeps all its keys, unless a mapping names it. A second call on the same layers replaces the
+    first until it is removed; handles may be removed in any order.
     Works for Hugging Face models whose attention goes through their registry, alone or inside another module (PEFT,
-    torch.compile), for nn.MultiheadAttention and what is built from it, for timm, and for any module that calls
+    torch.compile), for nn.MultiheadAttention and modules built from it, for timm, and for any module that calls
     F.scaled_dot_product_attention.
     """
     if not isinstance(model, nn.Module):

@@ -33,7 +33,7 @@ def check(
 
     laws: their numbers or names; None is all. budget: cases per law, or a `Budget`.
     A law that does not apply is reported with the reason. A promise that the target does not claim is only observed.
-    If a law is broken, the likely cause comes first: the faulty variant of attention that returns the same numbers.
+    If a law is broken, the likely cause comes first: the faulty variant of attention that returns the same values.
     call_seconds: the time limit for one call of the target, 10 s by default.
     """
     chosen = LAWS if laws is None else select(laws)

@@ -56,8 +56,8 @@ def judge(attention: Any, *, seed: int | None = None, seconds: float | int = 20.
 
     Every call is compared with the definition, on inputs that depend on a fresh seed: constants, zeros, echoed
     inputs, memorized results and results keyed on shapes or seeds are not rewarded. If the output does not depend on
-    its inputs as it should, the score is 0, whatever share of the calls is right.
-    seed: None uses a new one each time; give one to repeat a judgment. hints: as in `regard.laws.adapters.adapt`.
+    its inputs as it should, the score is 0, however many calls are right.
+    seed: None uses a new seed each time; pass one to repeat a judgment. hints: as in `regard.laws.adapters.adapt`.
     """
     from .adapters import adapt
 

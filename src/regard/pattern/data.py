@@ -108,7 +108,7 @@ class documents(Data):
 
 
 class lengths(Data):
-    """j < l: hides the keys beyond the length of each batch row, never the queries. l is (b,)."""
+    """j < l: hides the keys beyond the length of each batch row, but no queries. l is (b,)."""
 
     l: Int[Tensor, " b"]
 
@@ -151,7 +151,7 @@ class lengths(Data):
 
 class tree(Data):
     """j is i or an ancestor of i: sequences that share prefixes, packed as a tree. parents is (m,) or (b, m): the
-    position of each one's parent, which comes before it; −1 for a root.
+    position of each position's parent, which comes before it; −1 for a root.
 
     >>> print(tree(torch.tensor([-1, 0, 1, 0, 3])).draw(5))
     ■ · · · ·
@@ -428,7 +428,7 @@ def _entry(listed: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class where(Data):
-    """fn(i, j), any function of integer tensors that broadcast, made of tensor operations."""
+    """fn(i, j): any function of two broadcasting integer tensors that is made of tensor operations."""
 
     fn: Callable[[Any, Any], Any]
 

@@ -80,8 +80,8 @@ def _smaller(a: Any, b: Any) -> Any:
 class neighborhood(Pattern):
     """Each position of a grid attends to those around it: `kernel` along each axis, `step` apart (dilation).
 
-    border: at an edge the neighborhood is clipped, so it has fewer keys; or it is shifted inwards and has as many as
-    everywhere. Along a causal axis it is the position itself and those before.
+    border: at an edge the neighborhood is "clipped", so that it has fewer keys, or "shifted" inwards, so that it has
+    as many as elsewhere. Along a causal axis it is the position itself and those before it.
 
     >>> print(neighborhood((2, 3), (1, 3)).draw(6))
     ■ ■ · · · ·

@@ -27,7 +27,7 @@ class full(Word):
 
 
 class causal(Word):
-    """j ≤ i: itself and what came before."""
+    """j ≤ i: the query's own position and all earlier ones."""
 
     @property
     def relation(self):

@@ -141,8 +141,8 @@ def train(
     "T1" to "T13", with its settings, which gives a LessonResult. out: the folder of the run, by default runs/<name>.
     dry_run: only estimate cost, memory and time, and check the model. progress: a progress bar on stderr, nothing, or
     a function that is called with each event. heads_every: the number of updates after which the statistics of each
-    attention head are stored. tensorboard: write its event files, by default where it is installed. threads: of the
-    CPU, by default the fastest number, measured on a copy before training.
+    attention head are stored. tensorboard: whether to write event files; by default if TensorBoard is installed.
+    threads: CPU threads; by default the fastest number, measured on a copy of the model before training.
     """
     if not isinstance(recipe, str | Path | Recipe):
         raise SpecError(

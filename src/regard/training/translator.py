@@ -26,11 +26,11 @@ def translate(
 def translate(
     texts: str | Sequence[str], *, model: str | Path | None = None, strategy: Strategy | None = None
 ) -> str | list[str]:
-    """The translation of a text, or of each of several; lines of one call share batches.
+    """The translation of a text, or of each text in a list; the texts of one call share batches.
 
-    model: the folder of a run; by default the translator from English to Spanish that is part of regard. strategy:
-    by default what the model's card recommends, and greedy() for a model without a card. Of a text with more tokens
-    than the model reads (120 at most) the beginning is translated, with a warning.
+    model: the folder of a run; by default the included translator from English to Spanish. strategy:
+    by default what the model card recommends, and greedy() for a model without a card. If a text has more tokens
+    than the model reads (120 at most), only its beginning is translated, with a warning.
 
     >>> translate("Hello world")
     'Hola mundo'

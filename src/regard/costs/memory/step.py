@@ -28,12 +28,12 @@ BLOCK_8BIT, LEAST_8BIT = 256, 4096  # values that share a scale; tensors with fe
 class TrainingStep:
     """The options of a training step that its memory depends on.
 
-    implementation: of the optimizer, as in PyTorch: for_loop (one weight after the other), foreach (the default on a
+    implementation: of the optimizer, as in PyTorch: for_loop (one parameter after another), foreach (the default on a
     GPU), fused (one kernel). autocast: "bfloat16" or "float16" for matrix products in that dtype. checkpointing:
     None follows the declaration or the model; "reentrant" for PyTorch's older form. master_weights: the optimizer
     updates float32 copies of 16-bit weights. accumulate: batches per optimizer step. frozen: patterns of parameter
-    names that are not trained, such as "embedding.*". lora: rank of trained adapters on every linear layer, all else
-    frozen. loss: output → loss, in place of the model's own; without either it is the mean square of the output.
+    names that are not trained, such as "embedding.*". lora: rank of trained adapters on every linear layer; the rest
+    is frozen. loss: output → loss, instead of the model's own; without either, the mean square of the output.
     """
 
     optimizer: str = "adamw"

@@ -23,9 +23,9 @@ from .problems import together
 
 
 def from_huggingface(source: Any) -> nn.Module:
-    """Our module of a model of transformers, or of a folder with config.json and safetensors: equal outputs.
+    """A transformers model, or a folder with config.json and safetensors, as a module of regard with equal outputs.
 
-    Its `spec` declares it, so that `rg.cost`, `rg.look`, `rg.generate` and `rg.lower` read it as ours. Nothing is
+    The module has a `spec`, so that `rg.cost`, `rg.look`, `rg.generate` and `rg.lower` accept it. Nothing is
     downloaded, and no pickle is read.
     """
     model = _loaded(source) if isinstance(source, str | Path) else source
@@ -45,10 +45,10 @@ def from_huggingface(source: Any) -> nn.Module:
 
 
 def to_huggingface(module: nn.Module, config: Any = None) -> Any:
-    """A model of transformers with the weights of our module.
+    """A transformers model with the weights of a module of regard.
 
-    config: the configuration of the model, which must declare what the module is; None for a module that
-    `from_huggingface` made.
+    config: the configuration of the model, which must describe the module; None for a module that
+    `from_huggingface` returned.
     """
     declared = getattr(module, "spec", None)
     if not isinstance(declared, spec.Spec):
