@@ -61,8 +61,8 @@ def attention(
     at: the query offset. Query i is at position at + i; one offset per batch row, or (start, step); None is m − n.
     backend: "auto", "reference", "sdpa", "tiles" (CPU), "triton" (CUDA), "flex" or "flash4"; see `explain`.
 
-    Key/value heads may be fewer than query heads (grouped heads); d_v may differ from d_k. A query with no allowed key
-    gets zeros and finite gradients. With return_lse, the differentiable log-sum-exp of the scores is returned too.
+    Key/value heads may be fewer than query heads (grouped heads); d_v may differ from d_k. A query with no allowed
+    key gets zeros and finite gradients. With return_lse, the differentiable log-sum-exp is returned too.
     """
     if foreign:
         raise not_an_argument(foreign)
