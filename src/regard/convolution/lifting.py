@@ -204,7 +204,7 @@ def lift(
     Takes nn.Conv1d and nn.Conv2d, and nn.AvgPool1d and nn.AvgPool2d (equal scores over a window, law L18). Hard
     attention, the default, is exact; with `sharpness` α it is soft, its offsets and sharpness are trainable, and its
     error is at most `bound(x)`. `sharpness_for` returns the α for a given error. d_v: width of a head, at least the
-    rank of its tap; None is always enough. heads: more heads than taps are initialized to zero values.
+    rank of its tap; None is always enough. heads: if there are more heads than taps, the others have zero values.
     """
     if isinstance(conv, nn.AvgPool1d | nn.AvgPool2d):
         return average_pooling_of(conv)

@@ -116,7 +116,7 @@ def weights(
     bias: Bias = None,
     **options: Any,
 ) -> Float[Tensor, "*o n m"]:
-    """softmax(scale · q kᵀ + bias): the weights that `attention` mixes the values with, as a dense table.
+    """softmax(scale · q kᵀ + bias): the attention weights of `attention`, as a dense table.
 
     options: scale, softcap, sink_logits, ties and at, as in `attention`.
     """

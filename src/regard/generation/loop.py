@@ -21,7 +21,7 @@ from .strategies import Strategy, beam, greedy, pick, sample
 
 @dataclass(frozen=True)
 class Generated:
-    """The generated tokens, one row per prompt; past lengths[b] a row holds eos_id (0 where there is none)."""
+    """The generated tokens, one row per prompt; past lengths[b] a row holds eos_id (0 if there is none)."""
 
     tokens: Int[Tensor, "b n"]  # without the prompt and without the end token
     lengths: Int[Tensor, " b"]

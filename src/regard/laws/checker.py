@@ -31,7 +31,7 @@ def check(
 ) -> Verdict:
     """Test every law on a target: an attention function, a module, a model, a spec, or your own adapter.
 
-    laws: their numbers or names; None is all. budget: cases per law, or a `Budget`.
+    laws: their numbers or names; None runs all. budget: cases per law, or a `Budget`.
     A law that does not apply is reported with the reason. A promise that the target does not claim is only observed.
     If a law is broken, the likely cause comes first: the faulty variant of attention that returns the same values.
     call_seconds: the time limit for one call of the target, 10 s by default.

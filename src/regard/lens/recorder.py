@@ -20,7 +20,7 @@ FORMAT = 1
 class Recorder:
     """Losses, gradient norms, head statistics and tables of vectors, at the steps that are recorded.
 
-    losses: (step, loss) of each series; floors: the smallest loss a series can reach, where that is known.
+    losses: (step, loss) of each series; floors: the smallest loss that a series can reach, if known.
     gradients, clipped: the norm of each part's gradient, before and after clipping.
     heads: the rows of a view, with the center of each head on its grid. tables: vectors, such as positions.
     """

@@ -12,7 +12,7 @@ COLUMNS = {"interleaved": "(r two)", "halves": "(two r)"}
 
 
 class Position:
-    """A position encoding. `acts`: where it enters the model."""
+    """A position encoding. `acts` says where it enters the model."""
 
     acts: ClassVar[Literal["input", "query_key", "score"]]
 
@@ -110,14 +110,14 @@ class rope(Position):
 
 @dataclass(frozen=True, repr=False)
 class alibi(Position):
-    """−slope_h · |i − j|, the slopes falling geometrically over the heads. No parameters."""
+    """−slope_h · |i − j|, with slopes that fall geometrically over the heads. No parameters."""
 
     acts = "score"
 
 
 @dataclass(frozen=True, repr=False)
 class t5_buckets(Position):
-    """A learned bias for each head and bucket of distances: near ones exact, far ones on a log scale.
+    """A learned bias for each head and bucket of distances: exact for near keys, on a log scale for far ones.
 
     `bidirectional=False` puts all future keys into bucket 0; distances of `max_distance` or more share a bucket.
     """

@@ -10,7 +10,7 @@ ATTENTIONS = ("none", "additive", "multiplicative")
 
 @dataclass(frozen=True, repr=False)
 class Recurrent(Spec):
-    """A recurrent encoder-decoder: without attention its decoder gets one vector, with it all source states."""
+    """A recurrent encoder-decoder: its decoder gets one vector, or with attention all source states."""
 
     vocab: int
     d_model: int

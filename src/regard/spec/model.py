@@ -126,7 +126,7 @@ class Embedding(Spec):
 
 @dataclass(frozen=True, repr=False)
 class LanguageHead(Spec):
-    """Logits over the vocabulary; tied: with the weights of the embedding."""
+    """Logits over the vocabulary; if tied, with the weights of the embedding."""
 
     _: KW_ONLY
     tied: bool = True
@@ -208,9 +208,9 @@ class Encoder(Spec):
 
 @dataclass(frozen=True, repr=False)
 class Decoder(Spec):
-    """A stack of causal blocks; if its block has cross, it also attends to a context.
+    """A stack of causal blocks; if the block has cross-attention, it also attends to a context.
 
-    Over vectors, without an embedding or a head, it may also attend to later positions, as decoders of boxes do.
+    Over vectors, without an embedding or a head, it may also attend to later positions, as in object detection.
     """
 
     block: Block
@@ -286,7 +286,7 @@ def check_stack(stack: Encoder | Decoder) -> None:
 
 @dataclass(frozen=True, repr=False)
 class EncoderDecoder(Spec):
-    """The Transformer: an encoder reads the source; a decoder writes the target and attends to it."""
+    """The Transformer: an encoder reads the source; a decoder generates the target and attends to the source."""
 
     encoder: Encoder
     decoder: Decoder
