@@ -76,11 +76,11 @@ def test_a_pattern_with_data_runs_by_the_faster_of_packed_documents_and_gathered
 
     of_documents = facts(rg.documents(torch.arange(4096, device="cpu") // 64))
 
-    def variant(listed, packed, no_documents=None):
+    def variant(listed, packed, not_packed=None):
         found = listed if isinstance(listed, str) else Prepared("tiles", backend.LISTED, int, seconds=listed)
-        monkeypatch.setattr(backend, "_listed", lambda f: found)
+        monkeypatch.setattr(backend, "_listed", lambda f, split: found)
         monkeypatch.setattr(backend, "_merged", lambda f, name: Prepared("tiles", name, int, seconds=packed))
-        monkeypatch.setattr(backend, "_no_documents", lambda f: no_documents)
+        monkeypatch.setattr(backend, "_not_packed", lambda f, split: not_packed)
         return TABLE["tiles"].prepare(of_documents).variant
 
     assert variant(listed=1.0, packed=2.0) == backend.LISTED and variant(2.0, 1.0) == backend.PACKED

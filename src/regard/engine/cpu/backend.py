@@ -61,8 +61,7 @@ class Tiles:
         if f.row_offsets and (f.observed or f.pattern.has_data or f.bias != "none"):
             return "per-row query offsets (`at` as a tensor) need a pattern without data, no bias and no compiler"
         if f.pattern.has_data:
-            why = _no_documents(f)
-            return None if why is None or isinstance(listed := _listed(f), Prepared) else why or listed
+            return variant if isinstance(variant := _with_data(f), str) else None
         if torch.compiler.is_compiling() or f.unmasked or _is_one_query(f):  # sizes may be symbols
             return None
         return why_masked(*f.place)
@@ -75,11 +74,9 @@ class Tiles:
     def prepare(self, f: CallFacts) -> Prepared:
         """The variant that runs; where several can, the fastest by estimate."""
         if f.pattern.has_data:
-            listed = _listed(f)
-            if isinstance(listed, Prepared) and _no_documents(f) is not None:
-                return listed
-            packed = _safely(_merged(f, PACKED))
-            return packed if isinstance(listed, str) or packed.seconds < listed.seconds else listed
+            variant = _with_data(f)
+            assert isinstance(variant, Prepared), variant
+            return variant
         if _is_one_query(f):
             return _one_query(f)
         if f.bias == "distance" or f.dropout_p:
@@ -99,19 +96,27 @@ def variants(f: CallFacts) -> list[Prepared]:
     return [v for v in (_gathered(f), _concatenated(f), _merged(f)) if v is not None]
 
 
-def _no_documents(f: CallFacts) -> str | None:
-    """Why a pattern with data is not run document by document; empty: it has none."""
+def _with_data(f: CallFacts) -> Prepared | str:
+    """The fastest variant for a pattern with data, or why none can run it."""
+    split = documents.parts(f.pattern)
+    listed, not_packed = _listed(f, split), _not_packed(f, split)
+    if not_packed is not None:
+        return listed if isinstance(listed, Prepared) else not_packed or listed
+    packed = _safely(_merged(f, PACKED))
+    return listed if isinstance(listed, Prepared) and listed.seconds <= packed.seconds else packed
+
+
+def _not_packed(f: CallFacts, split: documents.Split) -> str | None:
+    """Why a pattern with data is not run document by document, or empty if it has no documents; None: it is."""
     if f.bias != "none":
         return "a bias is added to the scores"
     if f.dropout_p:
         return "it has no dropout with documents"
-    split = documents.parts(f.pattern)
-    if split is not None and f.observed and (isinstance(split[0], tree) or type(split[0].ids) is not Tensor):
-        return "a compiler, a transform or a mode observes the call, and the data of the pattern must be read"
-    if split is None and any(isinstance(leaf, documents.documents | tree) for leaf in f.pattern.leaves()):
-        return f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
     if split is None:
-        return ""
+        has_documents = any(isinstance(leaf, documents.documents | tree) for leaf in f.pattern.leaves())
+        return f"{f.pattern!r} is not documents(ids), or that and words that read i − j" if has_documents else ""
+    if f.observed and (isinstance(split[0], tree) or type(split[0].ids) is not Tensor):
+        return "a compiler, a transform or a mode observes the call, and the data of the pattern must be read"
     if f.n == 0 or f.m == 0:
         return "there are no pairs"
     if torch.compiler.is_compiling():  # the ids are read when the graph runs
@@ -127,24 +132,28 @@ def _no_documents(f: CallFacts) -> str | None:
 
 
 def _gathered(f: CallFacts) -> Prepared | None:
+    """Not where there is one tile and nothing is differentiated: that is one call of the fused op."""
     if not _plain(f) or f.n * f.m > gathered_layout.MAX_PAIRS:
         return None
-    best = gathered_layout.fastest(f.place, f.flat_heads, (f.d_k + f.d_v) // 2, f.grad)
-    if best is None:
+    shapes = [shape for shape in gathered_layout.shapes(*f.place) if f.grad or shape.tiles > 1]
+    if not shapes:
         return None
-    shape, nanoseconds = best
-    seconds = nanoseconds * 1e-9
+    times = [_gathering_seconds(f, shape) for shape in shapes]
+    seconds, shape = min(zip(times, shapes), key=lambda pair: pair[0])
     return _by_gathering(f, GATHERED, [shape], seconds, lambda: (gathered_layout.gathered(f.place, shape),))
 
 
-def _listed(f: CallFacts) -> Prepared | str:
+def _gathering_seconds(f: CallFacts, shape: gathered_layout.Shape) -> float:
+    return gathered_layout.nanoseconds(shape, f.n, f.flat_heads, (f.d_k + f.d_v) // 2, f.grad) * 1e-9
+
+
+def _listed(f: CallFacts, split: documents.Split) -> Prepared | str:
     """A pattern that data or a grid decide, where few keys are needed by each tile; else why not."""
     if any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
         return f"a function decides {f.pattern!r}, which may give something else at the next call"
-    split, device = documents.parts(f.pattern), f.pattern.device or torch.device("cpu")
-    packed = split is not None and not isinstance(split[0], tree)
-    rows = gathered_layout.DATA_ROWS
-    if packed or f.n < rows or device.type != "cpu" or not _plain(replace(f, pattern=full())):
+    packed, device = split is not None and not isinstance(split[0], tree), f.pattern.device
+    rows, on_cpu = gathered_layout.DATA_ROWS, device is None or device.type == "cpu"
+    if packed or f.n < rows or not on_cpu or not _plain(replace(f, pattern=full())):
         return f"keys by data or a grid are gathered from {rows} queries on, in 32 or 64 bits, without other terms"
     f.pattern.check_data(f.m)
     tiles = gathered_layout.gathered_by_rows(f.place)
@@ -153,10 +162,9 @@ def _listed(f: CallFacts) -> Prepared | str:
     if tiles is None or 2 * pairs > f.n * f.m:
         varies = "its data differ by batch row or head, or allow too many pairs to gather keys"
         return f"each {rows} neighboring queries need most of the keys" if tiles else varies
-    count, width = sum(shape.tiles for shape in shapes), (f.d_k + f.d_v) // 2
+    count = sum(shape.tiles for shape in shapes)
     mean = shapes[0]._replace(tiles=count, keys=-(-pairs // (count * shapes[0].rows)))
-    nanoseconds = gathered_layout.nanoseconds(mean, f.n, f.flat_heads, width, f.grad)
-    return _by_gathering(f, LISTED, shapes, nanoseconds * 1e-9, lambda: tiles)
+    return _by_gathering(f, LISTED, shapes, _gathering_seconds(f, mean), lambda: tiles)
 
 
 def _by_gathering(

@@ -30,9 +30,10 @@ MAX_RECTANGLES = 256  # rectangles of a tree: one with more is faster by gathere
 MAX_TILE = 512  # a longer document is planned, as it would be alone; a shorter one is one tile, masked
 # Positions of a causal document that is divided: there the fused op takes up to a fifth less.
 HALVED = range(384, 640)
+Split = tuple[documents | tree, Pattern] | None
 
 
-def parts(pattern: Pattern) -> tuple[documents | tree, Pattern] | None:
+def parts(pattern: Pattern) -> Split:
     """`documents(ids) & rest`, where rest is the same wherever a document begins, or a tree; else None."""
     factors = conjuncts(pattern)
     words = [f for f in factors if isinstance(f, documents | tree)]

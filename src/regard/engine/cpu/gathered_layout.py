@@ -45,16 +45,6 @@ class Shape(NamedTuple):
         return self.tiles * self.rows * self.keys
 
 
-def fastest(place: Place, heads: int, d: int, grad: bool) -> tuple[Shape, float] | None:
-    """The fastest shape for a call with heads d wide, and its nanoseconds.
-
-    None where there is one tile and nothing is differentiated: that is one call of the fused op.
-    """
-    candidates = [shape for shape in shapes(*place) if grad or shape.tiles > 1]
-    times = [(shape, nanoseconds(shape, place[1], heads, d, grad)) for shape in candidates]
-    return min(times, key=lambda pair: pair[1], default=None)
-
-
 def nanoseconds(shape: Shape, n: int, heads: int, d: int, grad: bool) -> float:
     """An estimate on two cores: pairs, queries, tiles, the rows that are copied, the call itself."""
     hop, tiles, rows, keys = shape

@@ -387,6 +387,7 @@ class Layout:
     step: int
     groups: tuple[TileGroup, ...]
     _pieces: dict[int, list[Piece]] = field(default_factory=dict, init=False, repr=False)  # by heads
+    _times: dict[tuple[int, bool, int], float] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def computed(self) -> int:
@@ -461,7 +462,11 @@ class Layout:
 
     def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0) -> float:
         """An estimate. saved: how many weights of concatenated keys the backward pass does not compute again."""
-        groups = sum(group.nanoseconds(heads, grad, group.fused) for group in self.groups)
-        if not self.concatenated:
-            return groups + (1.5e6 if grad else 0.5e6)
-        return groups + (3e6 + 4.0 * max(heads * self.computed - saved, 0) if grad else 0.7e6)
+        if (time := self._times.get((heads, grad, saved))) is None:
+            time = sum(group.nanoseconds(heads, grad, group.fused) for group in self.groups)
+            if not self.concatenated:
+                time += 1.5e6 if grad else 0.5e6
+            else:
+                time += 3e6 + 4.0 * max(heads * self.computed - saved, 0) if grad else 0.7e6
+            self._times[heads, grad, saved] = time
+        return time
