@@ -15,7 +15,7 @@ from ..pattern import At, Pattern, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, calls_with_data, choose
-from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced
+from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced, without_default_offset
 from .merge import by_heads, merge_sink
 
 # Bound once: looking up torch.compiler.is_compiling takes as long as calling it.
@@ -184,12 +184,10 @@ def _row_extras(q: Tensor, lengths: Any, at: Any, sink: Any = None) -> tuple | N
         on_gpu = x is None or (type(x) is Tensor and x.is_cuda and x.is_contiguous())
         if not on_gpu or (x is not None and (x.dtype not in INTEGERS or x.device != q.device)):
             return None
-    if sink is None:
-        return tuple(None if x is None else (x.shape, x.dtype) for x in (lengths, at))
-    if type(sink) not in TENSORS or not sink.is_cuda or sink.device != q.device:
+    if sink is not None and (type(sink) not in TENSORS or not sink.is_cuda or sink.device != q.device):
         return None
     kinds = (None if x is None else (x.shape, x.dtype) for x in (lengths, at, sink))
-    return *kinds, sink.requires_grad and _grad_enabled()
+    return *kinds, sink is not None and sink.requires_grad and _grad_enabled()
 
 
 def _key(
@@ -293,9 +291,7 @@ def simplified(
         return pattern, lengths, at
     (b, h, n, _), m = q.shape, k.shape[2]
     if at is not None and n <= m:
-        at = _common_offset(at, b)
-        if not isinstance(at, Tensor) and (at if isinstance(at, tuple) else (at, 1)) == (m - n, 1):
-            at = None
+        at = without_default_offset(_common_offset(at, b), n, m)
     if lengths is not None and b and readable(lengths):
         lengths = _shortest_form(lengths, b, m)
     if type(pattern) is Tensor and pattern.dtype == torch.bool and broadcasts(pattern.shape, (b, h, n, m)):

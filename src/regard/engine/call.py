@@ -367,10 +367,29 @@ def readable(x: Tensor) -> bool:
     return x.is_cpu and eager(x)
 
 
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """What the log-sum-exp has in every backend, and the products on the CPU: half types in float32, which is as fast
+    there and exact."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def visible_ranges(lengths: Int[Tensor, "b *two"] | None, b: int, m: int) -> list[tuple[int, ...]]:
+    """The first visible key of each batch row, and the end of its keys. lengths: as `Call.lengths`."""
+    if lengths is None:
+        return [(0, m)] * b
+    rows = lengths.tolist()
+    return [(0, end) for end in rows] if lengths.dim() == 1 else [tuple(limits) for limits in rows]
+
+
+def without_default_offset(at: At | Tensor, n: int, m: int) -> At | Tensor:
+    """None in place of the default, where the last query is at the last key."""
+    is_default = not isinstance(at, Tensor) and (at if isinstance(at, tuple) else (at, 1)) == (m - n, 1)
+    return None if is_default and n <= m else at
+
+
 def _small(x: Tensor) -> bool:
     """Whether a mask alone hides x: no NaN, and no number so large that a product with it could be infinite."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return bool(torch.linalg.vector_norm(x.detach(), dtype=wide) < 1e15)
+    return bool(torch.linalg.vector_norm(x.detach(), dtype=computed_in(x.dtype)) < 1e15)
 
 
 def replaced(call: Call, **changes: Any) -> Call:

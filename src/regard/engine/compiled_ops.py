@@ -15,7 +15,7 @@ from .. import compat
 from ..errors import DUAL_NUMBERS, BackendError
 from ..pattern import Pattern, query_offset, tree
 from ..position import ByDistance
-from .call import NO_SEED, SEEDS, Call, Extras, Options
+from .call import NO_SEED, SEEDS, Call, Extras, Options, computed_in
 from .cpu import documents, tiles
 from .cpu.strided_layout import layout
 
@@ -92,7 +92,7 @@ def sparse(
 
 @sparse.register_fake
 def _(q, k, v, *options):
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_empty(q.shape[:3], dtype=computed_in(q.dtype))
     return q.new_empty(*q.shape[:3], v.shape[-1]), lse
 
 
@@ -110,7 +110,7 @@ def sparse_backward(
     What has no gradient gets an empty tensor: an operation cannot return None.
     """
     given, options = extras_of(saved[5:]), options_of(pattern, offset, factors)
-    q, k, v, o, lse = saved[:5]
+    q, k, v = saved[:3]
     grad, grad_lse = grads[0], grads[1] if grads[1].numel() else None
     results: tuple[Tensor | None, ...]
     if q.is_cuda:
@@ -118,8 +118,8 @@ def sparse_backward(
 
         results = triton.backward((grad, grad_lse), saved[:5], given, options, of_bias)
     else:
-        of = tiles.Saved(q, k, v, o=o, lse=lse, grad_lse=grad_lse)
-        results = tiles.attend_backward(grad, of, _tiles(q, k, given, options), given.bias, of_bias)
+        call = _tiles(q, k, given, options)
+        results = tiles.attend_backward((grad, grad_lse), saved[:5], call, given.bias, of_bias)
     likes = q, k, v, given.table, given.slopes
     return tuple(  # type: ignore[return-value]
         grad.new_empty(0) if g is None or x is None else g.to(x.dtype).contiguous()

@@ -10,7 +10,7 @@ from ..pattern import Pattern, per_head
 from ..table import ShownAsTable
 from .attention import call_of
 from .backends import choose
-from .call import CallFacts, Prepared, facts_of
+from .call import CallFacts, Prepared, facts_of, without_default_offset
 from .cpu.backend import GATHERED
 from .plan import NoPlan, plan
 
@@ -115,9 +115,9 @@ def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -
     options.setdefault("d_v", options.get("d_k", 64))
     options.setdefault("kv_heads", options.get("heads", 8))
     options.setdefault("bias_grad", bool(options.get("grad")) and options.get("bias", "none") != "none")
-    facts = CallFacts(pattern, n, n if m is None else m, **options)
-    says_nothing = facts.n <= facts.m and facts.offset == (facts.m - facts.n, 1)
-    return replace(facts, at=None) if says_nothing else facts
+    m = n if m is None else m
+    options["at"] = without_default_offset(options.get("at"), n, m)
+    return CallFacts(pattern, n, m, **options)
 
 
 def _passes(facts: CallFacts, prepared: Prepared) -> tuple[str, ...]:

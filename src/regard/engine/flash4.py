@@ -61,7 +61,7 @@ class Flash4:
             return reason
         if not f.pattern.has_data and has_empty_row(*f.place):
             return "some queries have no allowed key"
-        if not parts_of(f.pattern, f.n, f.m, f.offset[0]):
+        if not _parts(f):
             return (
                 f"{f.pattern!r} is neither a band of i − j (every pair, causal, a window) nor a few of them"
             )
@@ -69,18 +69,19 @@ class Flash4:
 
     def estimate(self, f: CallFacts) -> float:
         """As measured; the rest runs by name. Windows of heads of 64 take `triton` less than it estimates."""
-        parts = parts_of(f.pattern, f.n, f.m, f.offset[0])
+        parts = _parts(f)
         windows = any(part.left is not None for part in parts)
         if f.d_k not in PAIR or (windows and f.d_k != 128) or (f.n, f.offset[0]) != (f.m, 0):
             return inf
         tiles = f.flat_heads * sum(ceil(part.rows / TILE) for part in parts)
         tile, call = (QUERY_TILE_GRAD, CALL_GRAD) if f.grad else (QUERY_TILE, CALL)
-        busy = f.flat_heads * _computed(f) * PAIR[f.d_k][f.grad] + tiles * tile
+        computed = sum(part.computed for part in parts)
+        busy = f.flat_heads * computed * PAIR[f.d_k][f.grad] + tiles * tile
         busy *= (WINDOW if windows else 1.0) * (PARTS if len(parts) > 1 else 1.0)
         return max(busy * max(1.0, PROGRAMS / tiles), len(parts) * call)
 
     def prepare(self, f: CallFacts) -> Prepared:
-        options = Options(parts_of(f.pattern, f.n, f.m, f.offset[0]), f.factor, f.return_lse)
+        options = Options(_parts(f), f.factor, f.return_lse)
         run = partial(attend, _kernel, options)
         direct = replace(f, sink_logits=False).only_pattern
         build = lambda: lambda q, k, v, lengths=None, at=None, sink=None: run(q, k, v, sink)[0]  # noqa: E731
@@ -89,7 +90,7 @@ class Flash4:
         return Prepared(
             self.name,
             variant,
-            lambda: _computed(f),
+            lambda: sum(part.computed for part in options.parts),
             lambda call: run(call.q, call.k, call.v, call.sink_logits),
             build if direct else None,
             joins_sink=True,
@@ -201,8 +202,8 @@ def _moves(keys: Ints, first: int, then: int) -> int:
     return turn + int((moves[turn:] != then).argmax())
 
 
-def _computed(f: CallFacts) -> int:
-    return sum(part.computed for part in parts_of(f.pattern, f.n, f.m, f.offset[0]))
+def _parts(f: CallFacts) -> tuple[Part, ...]:
+    return parts_of(f.pattern, f.n, f.m, f.offset[0])
 
 
 # Running.

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import reference
-from .call import Call, CallFacts, Prepared
+from .call import Call, CallFacts, Prepared, computed_in
 from .merge import merge_sink
 
 CHUNK = 1 << 22  # scores of one head held at a time
@@ -43,7 +43,7 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     16-bit inputs are computed in float32, as the log-sum-exp has that dtype in every backend.
     """
     kind = call.q.device.type  # meta has no autocast to switch off
-    dtype, outs, lses = torch.promote_types(call.q.dtype, torch.float32), [], []
+    dtype, outs, lses = computed_in(call.q.dtype), [], []
     terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "ties": call.ties}
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         q = call.q.to(dtype)

@@ -24,14 +24,14 @@ from ...pattern import At, Pattern, full, tree, where
 from ...pattern.one_query import keys_of_query
 from ...position import ByDistance
 from ...reference import softcapped
-from ..call import Call, CallFacts, Outputs, Prepared, needs_grad, zeros_in
+from ..call import Call, CallFacts, Outputs, Prepared, computed_in, needs_grad, visible_ranges, zeros_in
 from ..compiled_ops import sparse_attention
 from ..plan import NoPlan, why_masked
 from . import documents, gathered_layout
 from .kernels import fused_forward, join, max_saved
 from .layout import Layout
 from .strided_layout import concatenated_layouts, layout
-from .tiles import TileAttention, attend, working
+from .tiles import TileAttention, attend
 
 EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
 SAFETY_MARGIN = 0.85  # calls of 512 positions took up to 1.15 times their estimate
@@ -294,13 +294,13 @@ def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
 
 def _attend_one_query(call: Call, position: int) -> Outputs:
     """o and lse by operations that PyTorch differentiates; each batch row by itself where their keys differ."""
-    limits, b = call.lengths, len(call.q)
+    b = len(call.q)
     with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
-        if limits is None and not isinstance(call.at, Tensor):
-            return _products(call, slice(None), position, [call.m])
+        if call.lengths is None and not isinstance(call.at, Tensor):
+            return _products(call, slice(None), position, (0, call.m))
         at = call.at.tolist() if isinstance(call.at, Tensor) else [position] * b
-        ends = [[call.m]] * b if limits is None else limits.view(b, -1).tolist()
-        rows = [_products(call, slice(r, r + 1), *of_row) for r, of_row in enumerate(zip(at, ends))]
+        of_rows = enumerate(zip(at, visible_ranges(call.lengths, b, call.m)))
+        rows = [_products(call, slice(r, r + 1), *of_row) for r, of_row in of_rows]
     o, lse = (torch.cat(x) for x in zip(*rows))
     return o, lse
 
@@ -316,11 +316,11 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float) -> tuple[T
     return o.reshape(b, h, 1, -1), lse.reshape(b, h, 1)
 
 
-def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tuple[Tensor, Tensor]:
-    """limits: the first visible key unless it is 0, and the end."""
-    q, k, v, dtype = call.q[rows], call.k[rows], call.v[rows], working(call.q.dtype)
+def _products(call: Call, rows: slice, position: int, limits: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """limits: the first visible key, and the end."""
+    q, k, v, dtype = call.q[rows], call.k[rows], call.v[rows], computed_in(call.q.dtype)
     (b, h, _, d_k), kv_heads = q.shape, k.shape[1]
-    q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _keys(call.pattern, position, *([0, *limits])[-2:])
+    q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _keys(call.pattern, position, *limits)
     plain = call.bias is call.softcap is None and not call.dropout_p and dtype == call.q.dtype
     if plain and keys[0][1] and not needs_grad(q, k, v):  # the fused op takes fewer steps
         return _fused(call.q[rows], k, v, keys, call.factor)

@@ -10,7 +10,7 @@ values. Backward, exp(s − lse) with the merged lse is the weight of a pair in 
 adds its share of the exact gradients. Weights of a softmax over all keys are saved if they are few.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import frexp, inf, prod
@@ -27,7 +27,7 @@ from ...errors import BackendError
 from ...pattern import At, Pattern, positions
 from ...position import ByDistance
 from .. import reference_backend
-from ..call import Call
+from ..call import Call, computed_in, visible_ranges
 from . import kernels
 from .gathered_layout import GatheredLayout, GatheredPiece
 from .kernels import Buffers, with_buffers
@@ -69,11 +69,11 @@ class Executor:
         self.weights.append(self.buffers.like.new_empty(shape) if fits else None)
         return self.weights[-1]
 
-    def forward(self, piece: AnyPiece, rows: Named, keys: Named, e: Tensor | None) -> None:
+    def forward(self, piece: AnyPiece, rows: Named, keys: Named) -> None:
         buffers, o = self.buffers, piece.rows_of(rows["o"])
         q = piece.load_rows(rows["q"], "q", buffers)
         k, v = piece.load_keys(keys["k"], "k", buffers), piece.load_keys(keys["v"], "v", buffers)
-        w = self._scores(piece, q, k, e, self.save(piece.scores) if self.call.one_softmax else None)
+        w = self._scores(piece, q, k, rows, self.save(piece.scores) if self.call.one_softmax else None)
         if self.call.one_softmax:
             torch.softmax(w, -1, out=w)
             piece.store(o, kernels.mix(w, v, piece.output(o, "o", buffers)))
@@ -92,11 +92,11 @@ class Executor:
             kernels.join(o, lse, piece.in_order(part), piece.in_order(part_lse))
 
     def _scores(
-        self, piece: AnyPiece, q: Tensor, k: list[Tensor], e: Tensor | None, into: Tensor | None
+        self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Named, into: Tensor | None = None
     ) -> Float[Tensor, "t r keys"]:
         """Of all parts side by side, with softcap, bias and mask."""
         s = self.buffers("w", *piece.scores) if into is None else into
-        mask, softcap = piece.mask(q.dtype), self.call.softcap
+        e, mask, softcap = rows.get("e"), piece.mask(q.dtype), self.call.softcap
         if e is None and softcap is None:
             return kernels.scores(q, k, self.scale, s, self.buffers, mask)
         assert isinstance(piece, Piece)
@@ -109,19 +109,12 @@ class Executor:
             s.add_(piece.tiles.bias_of(e[piece.heads], self.call.distances[0]))
         return s if mask is None else s.add_(mask)
 
-    def backward(
-        self,
-        piece: AnyPiece,
-        rows: Named,
-        keys: dict[str, Any],
-        saved: Tensor | None,
-        bias: tuple[Tensor | None, Tensor | None],
-    ) -> None:
-        """Add the gradients of a piece. bias: e, and de if it is needed."""
-        buffers, (e, de) = self.buffers, bias
+    def backward(self, piece: AnyPiece, rows: Named, keys: dict[str, Any], saved: Tensor | None) -> None:
+        """Add the gradients of a piece. saved: its weights, if they were saved."""
+        buffers, de = self.buffers, rows.get("de")
         q, do = piece.load_rows(rows["q"], "q", buffers), piece.load_rows(rows["do"], "do", buffers)
         k, v = piece.load_keys(keys["k"], "k", buffers), piece.load_keys(keys["v"], "v", buffers)
-        w = self._weights(piece, q, k, rows, e) if saved is None else saved
+        w = self._weights(piece, q, k, rows) if saved is None else saved
         # Where parts are put side by side, the scale is applied in that step, and ds carries it on to dq and dk.
         inner, outer = (self.scale, 1.0) if len(v) > 1 else (1.0, self.scale)
         ds = buffers("ds", *piece.scores) if de is None else kernels.padded(piece.scores, buffers)
@@ -151,11 +144,11 @@ class Executor:
         return piece.load_rows(x, "row", self.buffers)[..., None]
 
     def _weights(
-        self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Named, e: Tensor | None
+        self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Named
     ) -> Float[Tensor, "t r keys"]:
         """In the softmax over all keys of a row. Where the piece has all of them its own softmax is nearer than
         exp(s − lse), as lse is rounded."""
-        s = self._scores(piece, q, k, e, None)
+        s = self._scores(piece, q, k, rows)
         if not piece.alone:
             return kernels.exp_(s.sub_(self._row(piece, rows["lse"])))
         torch.softmax(s, -1, out=s)
@@ -165,9 +158,10 @@ class Executor:
 
     # Groups that PyTorch's fused op runs, which holds no scores.
 
-    def fused(self, group: TileGroup, rows: Named, keys: Named, e: Tensor | None) -> None:
+    def fused(self, group: TileGroup, rows: Named, keys: Named) -> None:
         """The bias is a view of e, which the op adds as a mask; the rows are in reverse order then."""
         q, o, lse = (group.rows_of(rows[x]) for x in ("q", "o", "lse"))
+        e = rows.get("e")
         k, v = (group.keys_of(keys[x]) for x in ("k", "v"))
         triangle = group.triangle and e is None
         mask = None if triangle or (own := group.mask(q.dtype)) is None else own[0]
@@ -197,11 +191,6 @@ class Executor:
 
 
 # A call.
-
-
-def working(dtype: torch.dtype) -> torch.dtype:
-    """What a call on the CPU is computed in: half types in float32, which is as fast here and exact."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,15 +255,14 @@ class TileAttention:
         numbers = sum(x.numel() for x in (q, k, v, rows["o"]))
         run = Executor(self, scale, buffers, kernels.max_saved(numbers) if self.learns else 0)
         for layout, of_rows, of_keys in self._heads(rows, {"k": k, "v": v}):
-            bias = of_rows.pop("e", None)
             layout = layout.unfused if self.by_products else layout
-            all_fused = bias is not None and not self.by_products
+            all_fused = e is not None and not self.by_products
             if all_fused or not layout.overwrites:
                 of_rows["o"].zero_()
             for group in layout.with_bias if all_fused else layout.fused:
-                run.fused(group, of_rows, of_keys, bias)
+                run.fused(group, of_rows, of_keys)
             for piece in () if all_fused else layout.pieces(of_rows["q"].shape[0]):
-                run.forward(piece, of_rows, of_keys, bias)
+                run.forward(piece, of_rows, of_keys)
         return rows["o"], rows.get("lse"), run.weights
 
     def _heads(self, rows: Named, keys: Named) -> Iterator[tuple[Any, Named, Named]]:
@@ -289,10 +277,8 @@ class TileAttention:
             return
         batch = [(slice(None), layouts[0])]
         if self.lengths is not None or len(layouts) > 1:
-            each = layouts * b if len(layouts) == 1 else layouts
-            limits = [[one.m] for one in each] if self.lengths is None else self.lengths.view(b, -1).tolist()
-            within = [one.within(*([0, *limit])[-2:]) for one, limit in zip(each, limits)]
-            batch = [(slice(r, r + 1), left) for r, left in enumerate(within)]
+            each = zip(layouts * b if len(layouts) == 1 else layouts, visible_ranges(self.lengths, b, layouts[0].m))
+            batch = [(slice(r, r + 1), one.within(*limits)) for r, (one, limits) in enumerate(each)]
         group = rows["q"].shape[1] // keys["k"].shape[1]
         for batch_rows, left in batch:
             for member in range(group):
@@ -326,23 +312,22 @@ class TileAttention:
             rows |= self._merged_rows(do, saved)
         if saved.e is not None:
             rows["e"] = repeat(saved.e, "h x -> b h x", b=len(q)).contiguous()
-            rows["de"] = torch.zeros_like(rows["e"])
+            rows |= {"de": torch.zeros_like(rows["e"])} if of_bias else {}
         keys: dict[str, Any] = {"k": k, "v": v, "dk": [], "dv": []}
         if not gathered:
             keys |= {"d" + x: torch.zeros_like(keys[x]) for x in ("k", "v")}
         run = Executor(self, scale, buffers)
         weights = iter(saved.weights)
         for layout, of_rows, of_keys in self._heads(rows, keys):
-            e, de = of_rows.pop("e", None), of_rows.pop("de", None)
-            layout = layout.unfused if e is not None or self.by_products else layout
+            layout = layout.unfused if saved.e is not None or self.by_products else layout
             if not layout.overwrites:
                 of_rows["dq"].zero_()
             for group in layout.fused:
                 run.fused_backward(group, of_rows, of_keys)
             for piece in layout.pieces(of_rows["q"].shape[0]):
-                run.backward(piece, of_rows, of_keys, next(weights, None), (e, de if of_bias else None))
+                run.backward(piece, of_rows, of_keys, next(weights, None))
         dq = rows["dq"] if outside == 1.0 else rows["dq"].mul_(outside)
-        de = rows["de"].sum(0) if of_bias and "de" in rows else None
+        de = rows["de"].sum(0) if "de" in rows else None
         for x in ("k", "v") if gathered else ():
             parts = keys["d" + x]  # of some heads each
             keys["d" + x] = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(keys[x].shape)
@@ -443,22 +428,28 @@ def attend(
 
     Both are differentiable; lse is float32 for half types. Dropout removes weights after the softmax: lse is without.
     """
-    dtype = working(q.dtype)
+    dtype = computed_in(q.dtype)
     if call.dropout_p and not call.seed:
         call = replace(call, seed=int(torch.randint(1 << 62, ())))
     e = call.along(bias, dtype)
     o, lse = _Attend.apply(q.to(dtype), k.to(dtype), v.to(dtype), e, call)
-    return o.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+    return o.to(q.dtype), lse
 
 
 def attend_backward(
-    grad: Tensor, saved: Saved, call: TileAttention, bias: ByDistance | None = None, of_bias: bool = False
+    grads: tuple[Tensor, Tensor | None],
+    saved: Sequence[Tensor],
+    call: TileAttention,
+    bias: ByDistance | None,
+    of_bias: bool,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, table and slopes, for an operation that a compiler sees as one; saved has no e."""
-    dtype = working(grad.dtype)
-    fields: list[Any] = [x.to(dtype) if isinstance(x, Tensor) else x for x in saved]
-    saved = Saved(*fields)._replace(e=call.along(bias, dtype))
-    *grads, de = with_buffers(call.backward, grad.to(dtype), saved, of_bias and bias is not None)
+    """The gradients of q, k, v, table and slopes, for an operation that a compiler sees as one. grads: of o and lse;
+    saved: q, k, v, o, lse."""
+    dtype = computed_in(grads[0].dtype)
+    do, q, k, v, o, lse = (x.to(dtype) for x in (grads[0], *saved))
+    grad_lse = None if grads[1] is None else grads[1].to(dtype)
+    inputs = Saved(q, k, v, call.along(bias, dtype), o, lse, grad_lse=grad_lse)
+    *gradients, de = with_buffers(call.backward, do, inputs, of_bias and bias is not None)
     if bias is None or de is None:
-        return *grads, None, None
-    return *grads, *bias.along_backward(de, *call.distances)
+        return *gradients, None, None
+    return *gradients, *bias.along_backward(de, *call.distances)
