@@ -293,20 +293,14 @@ def simplified(
     if at is not None and n <= m:
         at = without_default_offset(_common_offset(at, b), n, m)
     if lengths is not None and b and readable(lengths):
-        lengths = _shortest_form(lengths, b, m)
+        rows = lengths.tolist()
+        if rows == [m] * b or rows == [[0, m]] * b:
+            lengths = None
+        elif lengths.shape == (b, 2) and not any(start for start, _ in rows):
+            lengths = lengths[:, 1]  # every row is visible from key 0 on
     if type(pattern) is Tensor and pattern.dtype == torch.bool and broadcasts(pattern.shape, (b, h, n, m)):
         pattern = None if _allows_all(pattern) else pattern
     return pattern, lengths, at
-
-
-def _shortest_form(lengths: Tensor, b: int, m: int) -> Tensor | None:
-    """None for the lengths of all m keys in every row; only the ends where every row is visible from key 0 on."""
-    rows = lengths.tolist()
-    if rows == [m] * b or rows == [[0, m]] * b:
-        return None
-    if lengths.shape == (b, 2) and not any(start for start, _ in rows):
-        return lengths[:, 1]
-    return lengths
 
 
 def _common_offset(at: At | Tensor, b: int) -> At | Tensor:

@@ -101,7 +101,7 @@ def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
     return int((~grid.classify(pattern).none).sum()) * BLOCK**2
 
 
-# The mask: blocks to skip, blocks to leave as they are, and a function for the rest.
+# The mask: blocks to skip, blocks to leave as they are, and a function for the others.
 
 _masks = Cache(8)  # with what they were computed from, so that the id of a tensor stays its own
 

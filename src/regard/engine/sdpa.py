@@ -218,12 +218,6 @@ def _double_backward(
     return tuple(None if old is None else new for old, new in zip_longest(grads, results[: len(grads)]))
 
 
-def _rounded(lse: Float[Tensor, "b h n"]) -> bool:
-    """Whether exp(score − lse) is no weight: beside a bias of −1e9 in all of a row, ln Σ exp loses the logarithm of
-    their number, and each of m weights is 1, not 1/m."""
-    return bool(lse.abs().amax() * torch.finfo(lse.dtype).eps > MAX_ROUNDING)
-
-
 def _as_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Call:
     return Call(q, k, v, causal() if is_causal else full(), bias=mask, scale=scale, at=0)
 
@@ -243,7 +237,9 @@ class _Fused(torch.autograd.Function):
         q, k, v, mask, o, lse = ctx.saved_tensors
         is_causal, scale, biased = ctx.options
         again = torch.is_grad_enabled()  # create_graph=True: these gradients will be differentiated again
-        if again or (biased and _rounded(lse)):
+        # Beside a bias of −1e9 in all of a row, ln Σ exp loses the logarithm of their number: exp(score − lse) is
+        # then 1 for each of m keys, not the weight 1/m.
+        if again or (biased and lse.abs().amax() * torch.finfo(lse.dtype).eps > MAX_ROUNDING):
             with torch.enable_grad():
                 call = _as_call(q, k, v, mask, is_causal, scale)
                 grads = reference_backend.gradients((grad, None), call)[:3]

@@ -198,9 +198,9 @@ def _concatenated(f: CallFacts) -> Prepared | None:
         return None
     nanoseconds, groups = min(times, key=lambda pair: pair[0])
     rows = max(group.rows for group in groups.groups)
-    note = f"tiles of {rows} queries, all keys of a tile in one softmax"
-    how = lambda: groups.computed, None, lambda: _function(f, groups), note
-    return Prepared("tiles", CONCATENATED, *how, seconds=nanoseconds * 1e-9)
+    note, build = f"tiles of {rows} queries, all keys of a tile in one softmax", lambda: _function(f, groups)
+    computed, seconds = lambda: groups.computed, nanoseconds * 1e-9
+    return Prepared("tiles", CONCATENATED, computed, build=build, note=note, seconds=seconds)
 
 
 def _plain(f: CallFacts) -> bool:
@@ -274,8 +274,8 @@ def _one_query(f: CallFacts) -> Prepared:
         seconds = 3 * seconds + len(parts) * numbers * f.m * QUERY_NUMBER
     direct = _plain(f) and not f.grad
     build = (lambda: lambda q, k, v: _fused(q, k, v, parts, f.factor)[0]) if direct else None
-    how = lambda: count, lambda call: _attend_one_query(call, f.offset[0]), build
-    return Prepared("tiles", ONE_QUERY, *how, seconds=seconds)
+    run = lambda call: _attend_one_query(call, f.offset[0])  # noqa: E731
+    return Prepared("tiles", ONE_QUERY, lambda: count, run, build, seconds=seconds)
 
 
 def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:

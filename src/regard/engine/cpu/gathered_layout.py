@@ -123,7 +123,10 @@ def _gathered_by_rows(place: Place, versions: tuple[int | None, ...]) -> tuple[G
     pattern, n, m, start, step = place
     if pattern.data_shape != (1, 1) or n * m > 64 * MAX_DATA_PAIRS:
         return None
-    order = _blocks(pattern, n) if (start, step) == (0, 1) else torch.arange(n, device="cpu")
+    # Queries of one block of a grid follow one another, as they have most keys in common.
+    grids = [leaf for leaf in pattern.leaves() if isinstance(leaf, neighborhood) and leaf.size == n]
+    by_blocks = grids and (start, step) == (0, 1)
+    order = grids[0].by_blocks(DATA_ROWS) if by_blocks else torch.arange(n, device="cpu")
     rows = _filled(order, -(-n // DATA_ROWS) * DATA_ROWS).view(-1, DATA_ROWS)
     i, tiles = start + step * torch.arange(n, device="cpu"), []
     empty = BlockGrid(i[None], m, step).classify(pattern).none[0]
@@ -144,12 +147,6 @@ def _gathered_by_rows(place: Place, versions: tuple[int | None, ...]) -> tuple[G
         these = (sizes == size).nonzero().view(-1)
         made.append(Gathering.of(rows[these], [tiles[t] for t in these.tolist()], size))
     return tuple(made)
-
-
-def _blocks(pattern: Pattern, n: int) -> Int[Tensor, " n"]:
-    """All queries; those of one block of a grid one after the other, as they have most keys in common."""
-    grids = [leaf for leaf in pattern.leaves() if isinstance(leaf, neighborhood) and leaf.size == n]
-    return grids[0].by_blocks(DATA_ROWS) if grids else torch.arange(n, device="cpu")
 
 
 class GatheredLayout:

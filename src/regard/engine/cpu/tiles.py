@@ -308,8 +308,11 @@ class TileAttention:
         do, q, k, v = do.contiguous(), q.contiguous(), with_flat_heads(saved.k), with_flat_heads(saved.v)
         gathered = isinstance(self.layouts[0], GatheredLayout)
         rows: Named = {"do": do, "q": q, "dq": torch.empty_like(q)}
-        if not self.one_softmax:
-            rows |= self._merged_rows(do, saved)
+        if saved.o is not None and saved.lse is not None:  # not one softmax: pieces are merged
+            # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
+            lse, o = saved.lse.masked_fill(saved.lse == -inf, inf), saved.o.contiguous()
+            rows |= {"lse": lse, "o": o, "delta": _dots(do, o)}
+            rows |= {} if saved.grad_lse is None else {"dlse": saved.grad_lse}
         if saved.e is not None:
             rows["e"] = repeat(saved.e, "h x -> b h x", b=len(q)).contiguous()
             rows |= {"de": torch.zeros_like(rows["e"])} if of_bias else {}
@@ -332,14 +335,6 @@ class TileAttention:
             parts = keys["d" + x]  # of some heads each
             keys["d" + x] = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(keys[x].shape)
         return dq, keys["dk"], keys["dv"], de
-
-    def _merged_rows(self, do: Tensor, saved: "Saved") -> Named:
-        """What pieces that are merged read of each row: lse, δ, and the gradient of lse."""
-        assert saved.o is not None and saved.lse is not None
-        # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
-        rows = {"lse": saved.lse.masked_fill(saved.lse == -inf, inf), "o": saved.o.contiguous()}
-        rows["delta"] = _dots(do, rows["o"])
-        return rows if saved.grad_lse is None else rows | {"dlse": saved.grad_lse}
 
 
 def with_flat_heads(x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h m d"]:
