@@ -10,7 +10,7 @@ import torch
 
 import regard as rg
 from regard.engine import sdpa
-from regard.engine.backends import OF_DATA, PREPARED, TABLE, choose
+from regard.engine.backends import PREPARED, PREPARED_BY_DATA, TABLE, choose
 from regard.engine.call import CallFacts, Prepared
 from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
@@ -370,7 +370,7 @@ def test_calls_with_data_on_a_gpu_are_prepared_once_until_their_data_change():
 
 
 def test_few_calls_with_data_are_kept():
-    for seed in range(OF_DATA.limit + 5):
+    for seed in range(PREPARED_BY_DATA.limit + 5):
         pattern = rg.documents(torch.arange(4096) // (seed + 1))
         choose(facts(pattern, 4096, device="cuda", dtype=torch.bfloat16))
-    assert len(OF_DATA) == OF_DATA.limit
+    assert len(PREPARED_BY_DATA) == PREPARED_BY_DATA.limit

@@ -225,8 +225,8 @@ class CallFacts:
             return "a bias tensor is n × m already"
         if self.table:
             return "a bool tensor is not a pattern; declare one"
-        refused = self.row_offsets and self.device_type != "cpu"
-        return "per-row query offsets (`at` as a tensor) are not supported" if refused else None
+        on_gpu = self.row_offsets and self.device_type != "cpu"
+        return "per-row query offsets (`at` as a tensor) are not supported" if on_gpu else None
 
     @property
     def unmasked(self) -> bool:
@@ -270,7 +270,7 @@ class CallFacts:
 def facts_of(call: Call) -> CallFacts:
     """The facts of a call whose arguments were checked and normalized."""
     by_distance = isinstance(call.bias, ByDistance)
-    added = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
+    bias_tensors = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
     batch, heads, n, d_k = call.q.shape
     sizes = n, call.m, d_k, call.v.shape[-1], batch, heads, call.k.shape[1]
     return CallFacts(
@@ -284,7 +284,7 @@ def facts_of(call: Call) -> CallFacts:
         lengths=call.lengths is not None,
         left_padding=call.lengths is not None and call.lengths.dim() == 2,
         bias="none" if call.bias is None else "distance" if by_distance else "tensor",
-        bias_grad=needs_grad(*added),
+        bias_grad=needs_grad(*bias_tensors),
         scale=call.scale,
         softcap=call.softcap,
         dropout_p=call.dropout_p,
@@ -343,7 +343,7 @@ class Cache(dict[Any, Any]):
         return value
 
 
-def zeros_in(
+def zero_rows(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], empty: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The same function with zeros in the rows of queries that have no allowed key."""
@@ -433,5 +433,5 @@ def _dense(pattern: Pattern, n: int, m: int, at: At, device: torch.device) -> Bo
 
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     # the sizes may be symbols, for which Dynamo has no `in`
-    fits = [s == t or s == 1 for s, t in zip(reversed(shape), reversed(to))]
-    return len(shape) <= len(to) and all(fits)
+    axes_fit = [s == t or s == 1 for s, t in zip(reversed(shape), reversed(to))]
+    return len(shape) <= len(to) and all(axes_fit)

@@ -114,7 +114,7 @@ def capability(device: str) -> int | None:
 def _unsupported(f: CallFacts) -> str | None:
     """What is not in its softmax, or not as exact as here; shapes that its kernels do not take."""
     dtype, (_, step) = str(f.dtype).removeprefix("torch."), f.offset
-    refused = (
+    reasons = (
         (f.bias != "none", "a bias is added to the scores"),
         (f.no_tiles is not None, f.no_tiles),
         (f.observed, "a compiler or transform must see PyTorch's operations, which its kernels are not"),
@@ -129,7 +129,7 @@ def _unsupported(f: CallFacts) -> str | None:
         (f.pairs == 0, "there are no pairs"),
         (step != 1, f"queries {step} positions apart are not supported"),
     )  # fmt: skip
-    return next((reason for holds, reason in refused if holds), None)
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 # Bands: its windows are counted from the last key, which belongs to the last query.
@@ -181,10 +181,10 @@ def parts_of(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
     A call has a run of queries, the keys of each of which are one interval. From query to query its first key stays,
     and from some query on moves; its last key moves, and from some query on stays.
     """
-    found = intervals(pattern, np.arange(start, start + n), m)
-    if found is None or (found[0] > found[1]).any():
+    keys = intervals(pattern, np.arange(start, start + n), m)
+    if keys is None or (keys[0] > keys[1]).any():
         return ()
-    (low, high), row = found, 0
+    (low, high), row = keys, 0
     parts: list[Part] = []
     while row < n and len(parts) < MAX_PARTS:
         last = row + min(_moves(low[row:], 0, 1), _moves(high[row:], 1, 0))
@@ -226,9 +226,9 @@ def attend(
         o, lse = _part(kernel, (q, k, v), sink, parts[0], options)
         return o.transpose(1, 2), lse
     queries = q.split([part.rows for part in parts], 1)
-    found = [_part(kernel, (x, k, v), sink, part, options) for x, part in zip(queries, parts)]
-    o = torch.cat([o for o, _ in found], 1).transpose(1, 2)
-    return o, torch.cat([lse for _, lse in found], 2) if options.return_lse else None
+    results = [_part(kernel, (x, k, v), sink, part, options) for x, part in zip(queries, parts)]
+    o = torch.cat([o for o, _ in results], 1).transpose(1, 2)
+    return o, torch.cat([lse for _, lse in results], 2) if options.return_lse else None
 
 
 def _part(
@@ -241,33 +241,33 @@ def _part(
     q, k, v = tensors
     if part.end - part.first < k.shape[1]:
         k, v = k[:, part.first : part.end], v[:, part.first : part.end]
-    given: dict[str, Any] = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
+    arguments: dict[str, Any] = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
     if sink is not None:
-        given["learnable_sink"] = sink
-    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **given)
+        arguments["learnable_sink"] = sink
+    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **arguments)
     if o.grad_fn is not None:
         # The node keeps q, k and v until its backward pass; a hook that held them would, as long as there is a graph.
-        held = None if compat.current_node is not None else (q, k, v)
-        about = {"pattern": part.pattern, "scale": options.scale, "sink_logits": sink}
-        o.grad_fn.register_hook(partial(_double_backward, held, about))
+        saved = None if compat.current_node is not None else (q, k, v)
+        terms = {"pattern": part.pattern, "scale": options.scale, "sink_logits": sink}
+        o.grad_fn.register_hook(partial(_double_backward, saved, terms))
     return o, lse
 
 
 def _double_backward(
-    held: tuple[Tensor, ...] | None,
-    about: dict[str, Any],
+    saved: tuple[Tensor, ...] | None,
+    terms: dict[str, Any],
     grads: tuple[Tensor | None, ...],
-    given: tuple[Tensor | None, Tensor | None],
+    output_grads: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, ...] | None:
     """A hook after its backward pass: the gradients as they are, or under create_graph=True by the formula. After
     those of q, k and v, only that of the sink is not None."""
-    if not torch.is_grad_enabled() or given[0] is given[1] is None:
+    if not torch.is_grad_enabled() or output_grads[0] is output_grads[1] is None:
         return None
-    tensors = held if compat.current_node is None else compat.current_node().saved_tensors[:3]
+    tensors = saved if compat.current_node is None else compat.current_node().saved_tensors[:3]
     assert tensors is not None
     q, k, v = (x.transpose(1, 2) for x in tensors)
-    grad = None if given[0] is None else given[0].transpose(1, 2)
-    call = Call(q, k, v, **about, at=k.shape[2] - q.shape[2])
-    *results, of_sink = (*reference_backend.gradients((grad, given[1]), call), None)[:4]
-    rest = (None if x is None else of_sink for x in grads[3:])
-    return *(None if x is None else x.transpose(1, 2) for x in results), *rest
+    grad = None if output_grads[0] is None else output_grads[0].transpose(1, 2)
+    call = Call(q, k, v, **terms, at=k.shape[2] - q.shape[2])
+    *results, of_sink = (*reference_backend.gradients((grad, output_grads[1]), call), None)[:4]
+    others = (None if x is None else of_sink for x in grads[3:])
+    return *(None if x is None else x.transpose(1, 2) for x in results), *others

@@ -145,8 +145,8 @@ def _compiled(kind: tuple) -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
     code: CodeType = _run.__code__.replace(co_name=f"flex_{abs(hash(kind)):x}")
-    own = FunctionType(code, {**_run.__globals__, "flex_attention": flex_attention})
-    return torch.compile(own, fullgraph=True, dynamic=False if kind[0] == "cpu" else None)
+    function = FunctionType(code, {**_run.__globals__, "flex_attention": flex_attention})
+    return torch.compile(function, fullgraph=True, dynamic=False if kind[0] == "cpu" else None)
 
 
 def _run(q, k, v, **options):

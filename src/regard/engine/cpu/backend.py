@@ -24,7 +24,7 @@ from ...pattern import At, Pattern, full, tree, where
 from ...pattern.one_query import keys_of_query
 from ...position import ByDistance
 from ...reference import softcapped
-from ..call import Call, CallFacts, Outputs, Prepared, computed_in, needs_grad, visible_ranges, zeros_in
+from ..call import Call, CallFacts, Outputs, Prepared, computed_in, needs_grad, visible_ranges, zero_rows
 from ..compiled_ops import sparse_attention
 from ..plan import NoPlan, why_masked
 from . import documents, gathered_layout
@@ -114,7 +114,9 @@ def _not_packed(f: CallFacts, split: documents.Split) -> str | None:
         return "it has no dropout with documents"
     if split is None:
         has_documents = any(isinstance(leaf, documents.documents | tree) for leaf in f.pattern.leaves())
-        return f"{f.pattern!r} is not documents(ids), or that and words that read i − j" if has_documents else ""
+        return (
+            f"{f.pattern!r} is not documents(ids), or that and words that read i − j" if has_documents else ""
+        )
     if f.observed and (isinstance(split[0], tree) or type(split[0].ids) is not Tensor):
         return "a compiler, a transform or a mode observes the call, and the data of the pattern must be read"
     if f.n == 0 or f.m == 0:
@@ -180,7 +182,7 @@ def _by_gathering(
         some = torch.zeros(f.n, dtype=torch.bool, device="cpu")
         for one in found:
             some[one.rows] = one.table.any(-1)
-        return zeros_in(_function(f, layout), ~some[:, None])
+        return zero_rows(_function(f, layout), ~some[:, None])
 
     count, keys = sum(shape.tiles for shape in shapes), sorted({shape.keys for shape in shapes})
     many = f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else keys[0]

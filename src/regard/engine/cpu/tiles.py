@@ -143,9 +143,7 @@ class Executor:
         """One number per row."""
         return piece.load_rows(x, "row", self.buffers)[..., None]
 
-    def _weights(
-        self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Named
-    ) -> Float[Tensor, "t r keys"]:
+    def _weights(self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Named) -> Float[Tensor, "t r keys"]:
         """In the softmax over all keys of a row. Where the piece has all of them its own softmax is nearer than
         exp(s − lse), as lse is rounded."""
         s = self._scores(piece, q, k, rows)
@@ -277,8 +275,9 @@ class TileAttention:
             return
         batch = [(slice(None), layouts[0])]
         if self.lengths is not None or len(layouts) > 1:
-            each = zip(layouts * b if len(layouts) == 1 else layouts, visible_ranges(self.lengths, b, layouts[0].m))
-            batch = [(slice(r, r + 1), one.within(*limits)) for r, (one, limits) in enumerate(each)]
+            ranges = visible_ranges(self.lengths, b, layouts[0].m)
+            of_rows = zip(layouts * b if len(layouts) == 1 else layouts, ranges)
+            batch = [(slice(r, r + 1), layout.within(*limits)) for r, (layout, limits) in enumerate(of_rows)]
         group = rows["q"].shape[1] // keys["k"].shape[1]
         for batch_rows, left in batch:
             for member in range(group):
