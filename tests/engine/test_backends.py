@@ -79,7 +79,9 @@ def test_a_pattern_with_data_runs_by_the_faster_of_packed_documents_and_gathered
     def variant(listed, packed, not_packed=None):
         found = listed if isinstance(listed, str) else Prepared("tiles", backend.LISTED, int, seconds=listed)
         monkeypatch.setattr(backend, "_listed", lambda f, split: found)
-        monkeypatch.setattr(backend, "_merged", lambda f, name: Prepared("tiles", name, int, seconds=packed))
+        monkeypatch.setattr(
+            backend, "_merged", lambda f: Prepared("tiles", backend.PACKED, int, seconds=packed)
+        )
         monkeypatch.setattr(backend, "_not_packed", lambda f, split: not_packed)
         return TABLE["tiles"].prepare(of_documents).variant
 

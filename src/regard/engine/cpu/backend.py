@@ -79,9 +79,7 @@ class Tiles:
             return variant
         if _is_one_query(f):
             return _one_query(f)
-        if f.bias == "distance" or f.dropout_p:
-            return _by_distance(f)
-        if torch.compiler.is_compiling():
+        if f.bias == "distance" or f.dropout_p or torch.compiler.is_compiling():
             return _merged(f)
         best = min(variants(f), key=lambda v: v.seconds)
         return best if best.variant == GATHERED else _safely(best)
@@ -102,7 +100,7 @@ def _with_data(f: CallFacts) -> Prepared | str:
     listed, not_packed = _listed(f, split), _not_packed(f, split)
     if not_packed is not None:
         return listed if isinstance(listed, Prepared) else not_packed or listed
-    packed = _safely(_merged(f, PACKED))
+    packed = _safely(_merged(f))
     return listed if isinstance(listed, Prepared) and listed.seconds <= packed.seconds else packed
 
 
@@ -215,31 +213,17 @@ def _function(f: CallFacts, layout: Any) -> TileAttention:
     return TileAttention((layout,), f.factor, (f.pattern, f.offset), learns=f.grad)
 
 
-def _merged(f: CallFacts, name: str = MERGED) -> Prepared:
-    rows = () if torch.compiler.is_compiling() else _layouts(f)
-    return _with_lse(f, name, sum(x.nanoseconds(f.flat_heads // len(rows), f.grad) for x in rows) * 1e-9)
-
-
-def _by_distance(f: CallFacts) -> Prepared:
+def _merged(f: CallFacts) -> Prepared:
+    """By merged layouts: with bias and dropout, lengths, the log-sum-exp."""
     if f.bias == "distance" and (f.bias_grad or not f.dropout_p):
         call = 0.0 if f.bias_grad else BIAS_CALL_GRAD if f.grad else BIAS_CALL
         seconds = f.pairs * (BIAS_GRAD if f.grad or f.bias_grad else BIAS) + call
     else:
-        seconds = DROPOUT * _merged(f).seconds
-    return _with_lse(f, BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT, seconds)
-
-
-def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
-    """Merged layouts: one for all batch rows, or one each. at: of the call."""
-    if f.pattern.has_data:
-        return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
-    if isinstance(at, Tensor):
-        return tuple(layout(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
-    return (layout(*f.place),)
-
-
-def _with_lse(f: CallFacts, name: str, seconds: float) -> Prepared:
-    """By merged layouts: with bias and dropout, lengths, the log-sum-exp."""
+        layouts = () if torch.compiler.is_compiling() else _layouts(f)
+        seconds = sum(x.nanoseconds(f.flat_heads // len(layouts), f.grad) for x in layouts) * 1e-9
+        seconds *= DROPOUT if f.dropout_p else 1.0
+    without_terms = PACKED if f.pattern.has_data else MERGED
+    name = BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT if f.dropout_p else without_terms
 
     def run(call: Call) -> Outputs:
         if f.observed:
@@ -253,6 +237,15 @@ def _with_lse(f: CallFacts, name: str, seconds: float) -> Prepared:
             return attend(call.q, call.k, call.v, tiles, call.bias)
 
     return Prepared("tiles", name, lambda: sum(x.computed for x in _layouts(f)), run, seconds=seconds)
+
+
+def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
+    """Merged layouts: one for all batch rows, or one each. at: of the call."""
+    if f.pattern.has_data:
+        return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
+    if isinstance(at, Tensor):
+        return tuple(layout(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
+    return (layout(*f.place),)
 
 
 # One query: decoding costs the keys of the pattern, however long the cache is.
