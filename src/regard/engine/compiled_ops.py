@@ -29,7 +29,7 @@ def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
         seed = sample_in_graph(_samples) if torch.compiler.is_compiling() else sample_seed()
     ids, pattern = None, call.pattern
     if pattern.has_data:
-        split = documents.parts(pattern)
+        split = documents.split(pattern)
         assert split is not None and not isinstance(split[0], tree)  # which is refused under a compiler
         ids, pattern = split[0].ids, split[1]
     extras = [_present(x, call.q) for x in (table, slopes, call.lengths, seed, ids)]

@@ -35,14 +35,14 @@ def nothing_known():
     PREPARED.clear()
 
 
-def calls(pattern, inputs, learns=True, scale=5**-0.5):
+def calls(pattern, inputs, grad=True, scale=5**-0.5):
     """One for each division of the queries into tiles."""
     q, k, v = inputs
     n, m = q.shape[2], k.shape[2]
     for shape in gathered_layout.shapes(pattern, n, m, m - n, 1):
         gathering = gathered_layout.gathered((pattern, n, m, m - n, 1), shape)
         laid = gathered_layout.GatheredLayout([gathering], q, k, v)
-        yield tiles.TileAttention((laid,), scale, (pattern, (m - n, 1)), learns=learns)
+        yield tiles.TileAttention((laid,), scale, (pattern, (m - n, 1)), grad=grad)
 
 
 def close(fast, plain, ref, dtype):
@@ -71,7 +71,7 @@ def test_however_the_queries_are_cut_it_is_the_formula(pattern, near, kept, give
     for call in calls(pattern, inputs):
         o = call(*inputs).masked_fill(empty, 0.0)
         close([o, *torch.autograd.grad(o, inputs, c.to(dtype))], *wanted, dtype)
-    for call in calls(pattern, inputs, learns=False):
+    for call in calls(pattern, inputs, grad=False):
         with torch.no_grad():
             close([call(*inputs).masked_fill(empty, 0.0)], *(x[:1] for x in wanted), dtype)
 
@@ -217,7 +217,7 @@ def test_what_ran_in_inference_trains_later():
     inputs = tensors(n=97, d_k=16, d_v=16, dtype=f32)
     call = list(calls(dilated(3, 2), inputs))[-1]
     with torch.inference_mode():
-        list(calls(dilated(3, 2), inputs, learns=False))[-1](*inputs)
+        list(calls(dilated(3, 2), inputs, grad=False))[-1](*inputs)
         kernels.with_buffers(call.forward, *inputs)
     o = call(*inputs)
     wanted = formula(*inputs, dilated(3, 2).allowed(97), 5**-0.5)[0]

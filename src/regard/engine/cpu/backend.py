@@ -82,11 +82,11 @@ class Tiles:
         if f.bias == "distance" or f.dropout_p or torch.compiler.is_compiling():
             return _merged(f)
         best = min(variants(f), key=lambda v: v.seconds)
-        return best if best.variant == GATHERED else _safely(best)
+        return best if best.variant == GATHERED else _with_margin(best)
 
 
-def _safely(one: Prepared) -> Prepared:
-    return replace(one, seconds=one.seconds / SAFETY_MARGIN)
+def _with_margin(variant: Prepared) -> Prepared:
+    return replace(variant, seconds=variant.seconds / SAFETY_MARGIN)
 
 
 def variants(f: CallFacts) -> list[Prepared]:
@@ -96,11 +96,11 @@ def variants(f: CallFacts) -> list[Prepared]:
 
 def _with_data(f: CallFacts) -> Prepared | str:
     """The fastest variant for a pattern with data, or why none can run it."""
-    split = documents.parts(f.pattern)
+    split = documents.split(f.pattern)
     listed, not_packed = _listed(f, split), _not_packed(f, split)
     if not_packed is not None:
         return listed if isinstance(listed, Prepared) else not_packed or listed
-    packed = _safely(_merged(f))
+    packed = _with_margin(_merged(f))
     return listed if isinstance(listed, Prepared) and listed.seconds <= packed.seconds else packed
 
 
@@ -122,8 +122,8 @@ def _not_packed(f: CallFacts, split: documents.Split) -> str | None:
     if torch.compiler.is_compiling():  # the ids are read when the graph runs
         return None
     if documents.layouts(f.pattern, f.n, f.m, f.at) is None:
-        many = isinstance(split[0], tree)
-        why = "tree has many branches" if many else "ids of a document do not follow one another"
+        is_tree = isinstance(split[0], tree)
+        why = "tree has many branches" if is_tree else "ids of a document do not follow one another"
         return f"the {why}, or queries skip some"
     return None
 
@@ -156,15 +156,15 @@ def _listed(f: CallFacts, split: documents.Split) -> Prepared | str:
     if packed or f.n < rows or not on_cpu or not _plain(replace(f, pattern=full())):
         return f"keys by data or a grid are gathered from {rows} queries on, in 32 or 64 bits, without other terms"
     f.pattern.check_data(f.m)
-    tiles = gathered_layout.gathered_by_rows(f.place)
-    shapes = [one.shape for one in tiles or ()]
+    gatherings = gathered_layout.gathered_by_rows(f.place)
+    shapes = [gathering.shape for gathering in gatherings or ()]
     pairs = sum(shape.pairs for shape in shapes)
-    if tiles is None or 2 * pairs > f.n * f.m:
-        varies = "its data differ by batch row or head, or allow too many pairs to gather keys"
-        return f"each {rows} neighboring queries need most of the keys" if tiles else varies
+    if gatherings is None or 2 * pairs > f.n * f.m:
+        too_many = "its data differ by batch row or head, or allow too many pairs to gather keys"
+        return f"each {rows} neighboring queries need most of the keys" if gatherings else too_many
     count = sum(shape.tiles for shape in shapes)
-    mean = shapes[0]._replace(tiles=count, keys=-(-pairs // (count * shapes[0].rows)))
-    return _by_gathering(f, LISTED, shapes, _gathering_seconds(f, mean), lambda: tiles)
+    average = shapes[0]._replace(tiles=count, keys=-(-pairs // (count * shapes[0].rows)))
+    return _by_gathering(f, LISTED, shapes, _gathering_seconds(f, average), lambda: gatherings)
 
 
 def _by_gathering(
@@ -172,19 +172,19 @@ def _by_gathering(
     name: str,
     shapes: list[gathered_layout.Shape],
     seconds: float,
-    tiles: Callable[[], tuple[gathered_layout.Gathering, ...]],
+    gather: Callable[[], tuple[gathered_layout.Gathering, ...]],
 ) -> Prepared:
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        found = tiles()
-        layout = gathered_layout.GatheredLayout(found, *f.like())
-        some = torch.zeros(f.n, dtype=torch.bool, device="cpu")
-        for one in found:
-            some[one.rows] = one.table.any(-1)
-        return zero_rows(_function(f, layout), ~some[:, None])
+        gatherings = gather()
+        layout = gathered_layout.GatheredLayout(gatherings, *f.like())
+        has_key = torch.zeros(f.n, dtype=torch.bool, device="cpu")
+        for gathering in gatherings:
+            has_key[gathering.rows] = gathering.table.any(-1)
+        return zero_rows(_tile_function(f, layout), ~has_key[:, None])
 
     count, keys = sum(shape.tiles for shape in shapes), sorted({shape.keys for shape in shapes})
-    many = f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else keys[0]
-    note = f"{count} × {shapes[0].rows} queries, each time over the {many} keys gathered for them"
+    key_range = f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else keys[0]
+    note = f"{count} × {shapes[0].rows} queries, each time over the {key_range} keys gathered for them"
     pairs = sum(shape.pairs for shape in shapes)
     return Prepared("tiles", name, lambda: pairs, None, build, note, seconds=seconds)
 
@@ -192,15 +192,15 @@ def _by_gathering(
 def _concatenated(f: CallFacts) -> Prepared | None:
     if not _plain(f):
         return None
-    saved = max_saved(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v))
-    times = [(one.nanoseconds(f.flat_heads, f.grad, saved), one) for one in concatenated_layouts(*f.place)]
-    if not times:
+    layouts = concatenated_layouts(*f.place)
+    if not layouts:
         return None
-    nanoseconds, groups = min(times, key=lambda pair: pair[0])
-    rows = max(group.rows for group in groups.groups)
-    note, build = f"tiles of {rows} queries, all keys of a tile in one softmax", lambda: _function(f, groups)
-    computed, seconds = lambda: groups.computed, nanoseconds * 1e-9
-    return Prepared("tiles", CONCATENATED, computed, build=build, note=note, seconds=seconds)
+    saved = max_saved(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v))
+    times = [layout.nanoseconds(f.flat_heads, f.grad, saved) * 1e-9 for layout in layouts]
+    seconds, fastest = min(zip(times, layouts), key=lambda pair: pair[0])
+    note = f"tiles of {max(x.rows for x in fastest.groups)} queries, all keys of a tile in one softmax"
+    count, build = lambda: fastest.computed, lambda: _tile_function(f, fastest)
+    return Prepared("tiles", CONCATENATED, count, None, build, note, seconds=seconds)
 
 
 def _plain(f: CallFacts) -> bool:
@@ -209,8 +209,8 @@ def _plain(f: CallFacts) -> bool:
     return f.only_pattern and not f.observed and exact and f.pairs > 0
 
 
-def _function(f: CallFacts, layout: Any) -> TileAttention:
-    return TileAttention((layout,), f.factor, (f.pattern, f.offset), learns=f.grad)
+def _tile_function(f: CallFacts, layout: Any) -> TileAttention:
+    return TileAttention((layout,), f.factor, (f.pattern, f.offset), grad=f.grad)
 
 
 def _merged(f: CallFacts) -> Prepared:
@@ -262,18 +262,18 @@ def _is_one_query(f: CallFacts) -> bool:
 
 
 def _one_query(f: CallFacts) -> Prepared:
-    parts, rows = _keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.lengths else 1
-    count, numbers = sum(size for _, size in parts), f.batch * f.kv_heads * (f.d_k + f.d_v)
-    seconds = rows * (QUERY_CALL + len(parts) * QUERY_PART) + numbers * count * QUERY_NUMBER
+    keys, rows = _visible_keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.lengths else 1
+    key_count, numbers_per_key = sum(size for _, size in keys), f.batch * f.kv_heads * (f.d_k + f.d_v)
+    seconds = rows * (QUERY_CALL + len(keys) * QUERY_PART) + numbers_per_key * key_count * QUERY_NUMBER
     if f.grad:  # the gradient of each part is a tensor as long as the cache
-        seconds = 3 * seconds + len(parts) * numbers * f.m * QUERY_NUMBER
+        seconds = 3 * seconds + len(keys) * numbers_per_key * f.m * QUERY_NUMBER
     direct = _plain(f) and not f.grad
-    build = (lambda: lambda q, k, v: _fused(q, k, v, parts, f.factor)[0]) if direct else None
+    build = (lambda: lambda q, k, v: _fused_one_query(q, k, v, keys, f.factor)[0]) if direct else None
     run = lambda call: _attend_one_query(call, f.offset[0])  # noqa: E731
-    return Prepared("tiles", ONE_QUERY, lambda: count, run, build, seconds=seconds)
+    return Prepared("tiles", ONE_QUERY, lambda: key_count, run, build, seconds=seconds)
 
 
-def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
+def _visible_keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
     """The keys of one query among low … high − 1: progressions, or of a partial one the keys that are allowed."""
     parts: Keys = []
     for first, step, count, complete in keys_of_query(pattern, position):
@@ -292,15 +292,15 @@ def _attend_one_query(call: Call, position: int) -> Outputs:
     b = len(call.q)
     with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
         if call.lengths is None and not isinstance(call.at, Tensor):
-            return _products(call, slice(None), position, (0, call.m))
+            return _attend_rows(call, slice(None), position, (0, call.m))
         at = call.at.tolist() if isinstance(call.at, Tensor) else [position] * b
-        of_rows = enumerate(zip(at, visible_ranges(call.lengths, b, call.m)))
-        rows = [_products(call, slice(r, r + 1), *of_row) for r, of_row in of_rows]
+        positions_and_limits = enumerate(zip(at, visible_ranges(call.lengths, b, call.m)))
+        rows = [_attend_rows(call, slice(r, r + 1), *of_row) for r, of_row in positions_and_limits]
     o, lse = (torch.cat(x) for x in zip(*rows))
     return o, lse
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float) -> tuple[Tensor, Tensor]:
+def _fused_one_query(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float) -> tuple[Tensor, Tensor]:
     """o and lse by the fused op, in few steps: Python takes most of the time of one query."""
     b, h, _, d = q.shape
     q = q.reshape(b, k.shape[1], -1, d)
@@ -311,14 +311,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float) -> tuple[T
     return o.reshape(b, h, 1, -1), lse.reshape(b, h, 1)
 
 
-def _products(call: Call, rows: slice, position: int, limits: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _attend_rows(call: Call, rows: slice, position: int, limits: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """limits: the first visible key, and the end."""
     q, k, v, dtype = call.q[rows], call.k[rows], call.v[rows], computed_in(call.q.dtype)
     (b, h, _, d_k), kv_heads = q.shape, k.shape[1]
-    q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _keys(call.pattern, position, *limits)
-    plain = call.bias is call.softcap is None and not call.dropout_p and dtype == call.q.dtype
-    if plain and keys[0][1] and not needs_grad(q, k, v):  # the fused op takes fewer steps
-        return _fused(call.q[rows], k, v, keys, call.factor)
+    q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _visible_keys(call.pattern, position, *limits)
+    no_terms = call.bias is call.softcap is None and not call.dropout_p and dtype == call.q.dtype
+    if no_terms and keys[0][1] and not needs_grad(q, k, v):  # the fused op takes fewer steps
+        return _fused_one_query(call.q[rows], k, v, keys, call.factor)
     parts, sizes = zip(*keys)
     products = [q @ k[:, :, part].to(dtype).mT for part in parts]
     s = softcapped(call.factor * torch.cat(products, -1), call.softcap)
