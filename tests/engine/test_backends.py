@@ -76,18 +76,19 @@ def test_a_pattern_with_data_runs_by_the_faster_of_packed_documents_and_gathered
 
     of_documents = facts(rg.documents(torch.arange(4096, device="cpu") // 64))
 
-    def variant(listed, packed, not_packed=None):
-        found = listed if isinstance(listed, str) else Prepared("tiles", backend.LISTED, int, seconds=listed)
-        monkeypatch.setattr(backend, "_listed", lambda f, split: found)
-        monkeypatch.setattr(
-            backend, "_merged", lambda f: Prepared("tiles", backend.PACKED, int, seconds=packed)
+    def variant(listed, packed, contiguous=True):
+        by_list = (
+            listed if isinstance(listed, str) else Prepared("tiles", backend.LISTED, int, seconds=listed)
         )
-        monkeypatch.setattr(backend, "_not_packed", lambda f, split: not_packed)
+        merged = Prepared("tiles", backend.PACKED, int, seconds=packed)
+        monkeypatch.setattr(backend, "_listed", lambda f, split: by_list)
+        monkeypatch.setattr(backend, "_merged", lambda f, layouts: merged)
+        monkeypatch.setattr(backend.documents, "layouts", lambda *place: () if contiguous else None)
         return TABLE["tiles"].prepare(of_documents).variant
 
     assert variant(listed=1.0, packed=2.0) == backend.LISTED and variant(2.0, 1.0) == backend.PACKED
     assert variant(1.0, 0.9) == backend.LISTED  # the estimate of packed documents has a margin
-    assert variant("no", 1.0) == backend.PACKED and variant(2.0, 1.0, "no") == backend.LISTED
+    assert variant("no", 1.0) == backend.PACKED and variant(2.0, 1.0, contiguous=False) == backend.LISTED
 
 
 def test_too_many_progressions_are_masked_and_it_says_so():

@@ -178,8 +178,10 @@ def _pattern_and_table(pattern: Pattern | Tensor | Sequence | None) -> tuple[Pat
 
 
 def _row_extras(q: Tensor, lengths: Any, at: Any, sink: Any = None) -> tuple | None:
-    """Shapes and dtypes of lengths, offsets and sinks that are on the GPU, and whether sinks are learned; None where
-    values must be read first, or a tensor is of another kind."""
+    """Shapes and dtypes of lengths, offsets and sinks, and whether sinks are learned; () if there are none of them.
+
+    None: one of them is not an ordinary tensor on the GPU, and its values may have to be read first.
+    """
     if lengths is at is sink is None:
         return ()
     for x in (lengths, at):
@@ -195,9 +197,11 @@ def _row_extras(q: Tensor, lengths: Any, at: Any, sink: Any = None) -> tuple | N
 def _cache_key(
     q: Tensor, k: Tensor, v: Tensor, pattern: object, factors: tuple, backend: str, rows: tuple = ()
 ) -> tuple | None:
-    """The cache key of a call with only these arguments, the text or the state of the pattern first; None if the
-    contents of a tensor decide how it runs, and a change could not be noticed, or if a compiler, a transform or a
-    dispatch mode must see PyTorch's operations. factors: scale and softcap."""
+    """The cache key of a call that has no other arguments. Its first item is the text or the state of the pattern.
+
+    None: a compiler, a transform or a dispatch mode must see PyTorch's operations, or the contents of a tensor decide
+    how the call runs and a change of them could not be noticed. factors: scale and softcap.
+    """
     if _compiling() or type(q) is not Tensor or not all(map(_is_number, factors)):
         return None
     if _transforms() or _modes() or _autocast() or _higher():
@@ -234,8 +238,7 @@ def _autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...] | None]:
-    """q, k and v as (batch, heads, positions, width), and the axes in front of the positions that a result has; None:
-    they are as given.
+    """q, k and v as (batch, heads, positions, width), and the leading axes of the result; None: those of q.
 
     (n, d) has one head of one batch row, (h, n, d) one batch row. Further axes are batch axes. A size of 1 is
     expanded to that of the others.

@@ -124,8 +124,8 @@ class Request:
         penalty = 1 if sampled.max_parts <= MAX_PARTS else 2
         return penalty * float(cost) * len(tiles.first) / max(len(sample.first), 1)
 
-    def shared(self, tilings: tuple[Tiling, ...]) -> int:
-        """The passes that add to the results of earlier ones: they do not leave out the rows of those."""
+    def merged_passes(self, tilings: tuple[Tiling, ...]) -> int:
+        """The number of passes that have rows of an earlier pass, so that their results are merged."""
         return sum(x.pattern == _without_row_classes(x.pattern, self.by_keys) for x in tilings[1:])
 
     def make_pass(self, tiling: Tiling, tiles: Tiles) -> Pass:
@@ -193,7 +193,7 @@ def _cheapest_passes(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
             reasons.append(why)
     if len(reasons) == len(candidates):
         raise reasons[0]
-    best = min(costs, key=lambda x: (costs[x], request.shared(x))) if costs else candidates[0]
+    best = min(costs, key=lambda x: (costs[x], request.merged_passes(x))) if costs else candidates[0]
     passes = (request.make_pass(tiling, request.tiles(tiling)) for tiling in best)
     return tuple(tile_pass for tile_pass in passes if len(tile_pass.parts))
 

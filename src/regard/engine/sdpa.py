@@ -151,8 +151,7 @@ def _differentiable(o: Tensor) -> Tensor:
 
 
 def _direct_masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The same with the mask of a pattern, created once: made from a table of allowed pairs at every call, it would
-    take a tenth of the time."""
+    """The same with the mask of a pattern, created once: to make it at every call would take a tenth of the time."""
     device = torch.device(f.device)
     allowed = f.pattern.allowed(f.n, f.m, f.offset, device)
     empty = ~allowed.any(-1, keepdim=True)

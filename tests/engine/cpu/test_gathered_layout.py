@@ -97,14 +97,14 @@ def test_fewer_queries_than_keys_are_at_the_end():
 
 
 def test_queries_of_one_residue_share_a_tile():
-    assert {shape.hop for shape in gathered_layout.shapes(dilated(8, 8), 256, 256, 0, 1)} == {1, 8}
+    assert {shape.row_step for shape in gathered_layout.shapes(dilated(8, 8), 256, 256, 0, 1)} == {1, 8}
     note = "8 × 32 queries, each time over the 32 keys gathered for them"
     assert choose(facts(dilated(8, 8), 256, grad=True)).note == note
-    assert {shape.hop for shape in gathered_layout.shapes(strided(6), 64, 64, 0, 4)} == {
+    assert {shape.row_step for shape in gathered_layout.shapes(strided(6), 64, 64, 0, 4)} == {
         1,
         3,
     }  # every fourth position
-    assert {shape.hop for shape in gathered_layout.shapes(strided(1 << 41), 64, 64, 0, 1)} == {1}
+    assert {shape.row_step for shape in gathered_layout.shapes(strided(1 << 41), 64, 64, 0, 1)} == {1}
     for shape in gathered_layout.shapes(window(8) | every(32), 500, 500, 0, 1):
         assert (
             shape.tiles * shape.rows >= 500

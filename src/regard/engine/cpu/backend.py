@@ -97,35 +97,33 @@ def variants(f: CallFacts) -> list[Prepared]:
 def _with_data(f: CallFacts) -> Prepared | str:
     """The fastest variant for a pattern with data, or why none can run it."""
     split = documents.split(f.pattern)
-    listed, not_packed = _listed(f, split), _not_packed(f, split)
-    if not_packed is not None:
-        return listed if isinstance(listed, Prepared) else not_packed or listed
-    packed = _with_margin(_merged(f))
-    return listed if isinstance(listed, Prepared) and listed.seconds <= packed.seconds else packed
+    listed, packed = _listed(f, split), _packed(f, split)
+    variants = [variant for variant in (listed, packed) if isinstance(variant, Prepared)]
+    if variants:
+        return min(variants, key=lambda variant: variant.seconds)
+    return packed or listed
 
 
-def _not_packed(f: CallFacts, split: documents.Split) -> str | None:
-    """Why a pattern with data is not run document by document, or empty if it has no documents; None: it is."""
+def _packed(f: CallFacts, split: documents.Split) -> Prepared | str:
+    """Each document by itself; else why not, or an empty reason if the pattern has no documents."""
     if f.bias != "none":
         return "a bias is added to the scores"
     if f.dropout_p:
         return "it has no dropout with documents"
     if split is None:
-        has_documents = any(isinstance(leaf, documents.documents | tree) for leaf in f.pattern.leaves())
-        return (
-            f"{f.pattern!r} is not documents(ids), or that and words that read i − j" if has_documents else ""
-        )
+        reason = f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
+        return reason if any(isinstance(x, documents.documents | tree) for x in f.pattern.leaves()) else ""
     if f.observed and (isinstance(split[0], tree) or type(split[0].ids) is not Tensor):
         return "a compiler, a transform or a mode observes the call, and the data of the pattern must be read"
     if f.n == 0 or f.m == 0:
         return "there are no pairs"
-    if torch.compiler.is_compiling():  # the ids are read when the graph runs
-        return None
-    if documents.layouts(f.pattern, f.n, f.m, f.at) is None:
+    # In a compiled graph the ids are read when it runs.
+    layouts = () if torch.compiler.is_compiling() else documents.layouts(f.pattern, f.n, f.m, f.at)
+    if layouts is None:
         is_tree = isinstance(split[0], tree)
         why = "tree has many branches" if is_tree else "ids of a document do not follow one another"
         return f"the {why}, or queries skip some"
-    return None
+    return _with_margin(_merged(f, layouts))
 
 
 # One function per variant: its estimate, and how it is prepared.
@@ -213,13 +211,14 @@ def _tile_function(f: CallFacts, layout: Any) -> TileAttention:
     return TileAttention((layout,), f.factor, (f.pattern, f.offset), grad=f.grad)
 
 
-def _merged(f: CallFacts) -> Prepared:
-    """By merged layouts: with bias and dropout, lengths, the log-sum-exp."""
+def _merged(f: CallFacts, layouts: tuple[Layout, ...] | None = None) -> Prepared:
+    """By merged layouts: with bias and dropout, lengths, the log-sum-exp. layouts: of documents."""
     if f.bias == "distance" and (f.bias_grad or not f.dropout_p):
         call = 0.0 if f.bias_grad else BIAS_CALL_GRAD if f.grad else BIAS_CALL
         seconds = f.pairs * (BIAS_GRAD if f.grad or f.bias_grad else BIAS) + call
     else:
-        layouts = () if torch.compiler.is_compiling() else _layouts(f)
+        if layouts is None:
+            layouts = () if torch.compiler.is_compiling() else _layouts(f)
         seconds = sum(x.nanoseconds(f.flat_heads // len(layouts), f.grad) for x in layouts) * 1e-9
         seconds *= DROPOUT if f.dropout_p else 1.0
     without_terms = PACKED if f.pattern.has_data else MERGED

@@ -99,6 +99,7 @@ def _shape(tile: TileGroup) -> tuple[int, int]:
 
 
 def _groups(tiles: Iterator[TileGroup], word: documents, inner: Pattern) -> Iterator[TileGroup]:
+    """Neighbors of one length as a group; short documents of different lengths in one tile."""
     waiting: list[TileGroup] = []  # short ones, which will share a tile
     for (_, keys), run in groupby(tiles, key=_shape):
         equal = list(run)

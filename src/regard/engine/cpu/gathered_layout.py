@@ -29,15 +29,14 @@ DATA_ROWS = 64  # queries of a tile where data decide
 MAX_DATA_PAIRS = 1 << 28  # pairs that are enumerated for it; those of all blocks may be 64 × as many
 DATA_SIZES = 8  # different numbers of keys that such tiles may have: those of one number are computed at once
 MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
-MAX_L2_NUMBERS = (
-    1 << 18
-)  # numbers of the queries of all heads; of more, rows that are apart miss the L2 cache
+MAX_L2_NUMBERS = 1 << 18  # numbers of all queries that the L2 cache holds, also where their rows are apart
 
 
 class Shape(NamedTuple):
-    """`tiles` tiles of `rows` queries, `hop` apart within a tile as far as that goes, over `keys` keys each."""
+    """`tiles` tiles of `rows` queries over `keys` keys each. The queries of a tile are `row_step` apart; where one
+    residue class ends within a tile, the next one follows."""
 
-    hop: int
+    row_step: int
     tiles: int
     rows: int
     keys: int
@@ -49,46 +48,46 @@ class Shape(NamedTuple):
 
 def nanoseconds(shape: Shape, n: int, heads: int, d: int, grad: bool) -> float:
     """An estimate on two cores: pairs, queries, tiles, the rows that are copied, the call itself."""
-    hop, tiles, rows, keys = shape
+    row_step, tiles, rows, keys = shape
     copied = (6 if grad else 2) * tiles * keys * (tiles > 1)
-    copied += (5 if grad else 2) * n * (hop > 1 or tiles * rows > n)
+    copied += (5 if grad else 2) * n * (row_step > 1 or tiles * rows > n)
     pair, query, tile, call = (5.5, 0.0, 0.0, 6e5) if grad else (2.0, 50.0, 1.5e3, 5e4)
     pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
     pair *= 1.3 if grad and heads * shape.pairs > SAVED_WEIGHTS[0] else 1.0  # some are computed a second time
     width = d / 64
-    row = (75.0 if hop > 1 and heads * n * d > MAX_L2_NUMBERS else 25.0) * width
+    row = (75.0 if row_step > 1 and heads * n * d > MAX_L2_NUMBERS else 25.0) * width
     per_head = shape.pairs * pair * (0.3 + 0.7 * width) + n * query + tiles * tile + copied * row
     return heads * per_head + call
 
 
 @lru_cache(maxsize=256)
 def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Shape, ...]:
-    """Divisions of the queries into tiles: neighbors, or those of the same residues mod hop."""
+    """Divisions of the queries into tiles: neighbors, or those of the same residues mod row_step."""
     allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
     candidates = []
-    for hop in row_steps(pattern, step, by_keys=False):
-        if hop > 1 and hop >= n:
+    for row_step in row_steps(pattern, step, by_keys=False):
+        if row_step > 1 and row_step >= n:
             break
-        order, tiles = _order(n, hop), 1
+        order, tiles = _order(n, row_step), 1
         while tiles == 1 or n >= MIN_ROWS * tiles:
             rows = -(-n // tiles)
             needed = allowed[_padded(order, tiles * rows)].view(tiles, rows, m).any(1)
             keys = max(-(-int(needed.sum(1).max()) // KEY_MULTIPLE), 1) * KEY_MULTIPLE
-            candidates.append(Shape(hop, tiles, rows, min(keys, m)))
+            candidates.append(Shape(row_step, tiles, rows, min(keys, m)))
             tiles *= 2
     return tuple(candidates)
 
 
 class Gathering(NamedTuple):
-    """The queries and keys of tiles that have as many keys."""
+    """The queries and keys of tiles that all have the same number of keys."""
 
-    rows: Int[Tensor, "t r"]  # the last one repeated, to fill the last tile
-    keys: Int[Tensor, "t l"]  # those that no row attends to fill up
+    rows: Int[Tensor, "t r"]  # the last query is repeated to fill the last tile
+    keys: Int[Tensor, "t l"]  # with padding, to which no row attends
     table: Bool[Tensor, "t r l"]
 
     @classmethod
     def of(cls, rows: Int[Tensor, "t r"], tiles: list[tuple[Tensor, Tensor]], size: int) -> "Gathering":
-        """tiles: some keys of each, and its table of allowed pairs with these. Key 0 fills up; the table hides it."""
+        """tiles: the keys of each, and its table of allowed pairs. Key 0 is the padding, which the table hides."""
         keys = torch.zeros(len(tiles), size, dtype=torch.long, device="cpu")
         pairs = torch.zeros(*rows.shape, size, dtype=torch.bool, device="cpu")
         for t, (tile_keys, table) in enumerate(tiles):
@@ -102,9 +101,9 @@ class Gathering(NamedTuple):
 
 def gathered(place: Place, shape: Shape) -> Gathering:
     """The tiles of this shape."""
-    (hop, count, r, l), (pattern, n, m, start, step) = shape, place
+    (row_step, count, r, l), (pattern, n, m, start, step) = shape, place
     allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
-    rows = _padded(_order(n, hop), count * r).view(count, r)
+    rows = _padded(_order(n, row_step), count * r).view(count, r)
     tables = allowed[rows]
     keys = [torch.arange(m, device="cpu") if l == m else table.any(0).nonzero().view(-1) for table in tables]
     return Gathering.of(rows, [(j, table[:, j]) for j, table in zip(keys, tables)], l)
@@ -177,8 +176,8 @@ class GatheredLayout:
 
 @dataclass(frozen=True, eq=False)
 class GatheredPiece:
-    """The tiles of some heads that have as many keys; queries and keys are copied into buffers unless they are in
-    order already. Tiles with other numbers of keys are in pieces before and after it, of which the last sums up."""
+    """The tiles of some heads that have one number of keys. Queries and keys are copied into buffers unless they are
+    in order already. Tiles with other numbers of keys are other pieces; the last one adds up the results of all."""
 
     score_shape: tuple[int, int, int]  # tiles of all its heads, rows, keys
     masks: Float[Tensor, "t r l"]  # 0 or −∞; a row without pairs has zeros
@@ -308,9 +307,9 @@ def _pieces(
     return pieces
 
 
-def _order(n: int, hop: int) -> Int[Tensor, " n"]:
-    """All queries, those of one residue mod hop one after the other."""
-    return torch.cat([torch.arange(c, n, hop, device="cpu") for c in range(min(hop, n))])
+def _order(n: int, row_step: int) -> Int[Tensor, " n"]:
+    """All queries, those of one residue mod row_step one after the other."""
+    return torch.cat([torch.arange(c, n, row_step, device="cpu") for c in range(min(row_step, n))])
 
 
 def _padded(order: Int[Tensor, " n"], count: int) -> Int[Tensor, " count"]:

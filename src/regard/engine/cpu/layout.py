@@ -170,11 +170,11 @@ class TileGroup:
     @property
     def phases(self) -> int:
         """Tiles t, t + phases, t + 2·phases … have no key in common."""
-        apart = self.key_step // gcd(self.key_step, self.key_shift)  # tiles that agree in the residue
-        if self.tiles <= apart:
+        period = self.key_step // gcd(self.key_step, self.key_shift)  # tiles that agree in the residue
+        if self.tiles <= period:
             return 1
-        shift = apart * self.key_shift // self.key_step
-        return 1 if shift >= self.keys else apart * -(-self.keys // shift)
+        shift = period * self.key_shift // self.key_step
+        return 1 if shift >= self.keys else period * -(-self.keys // shift)
 
     # Parts of it, as groups.
 
@@ -323,8 +323,8 @@ class Piece:
     def load_keys(self, x: Float[Tensor, "heads m *d"], name: str, buffers: Buffers) -> list[Tensor]:
         """The keys of its tiles, then the shared keys of its heads."""
         group = self.subgroup
-        own = self._view(x, group.keys, group.key, group.key_shift, group.key_step)
-        return [own, *(part.keys_of(x[self.heads])[:, 0] for part in group.shared)]
+        tile_keys = self._view(x, group.keys, group.key, group.key_shift, group.key_step)
+        return [tile_keys, *(part.keys_of(x[self.heads])[:, 0] for part in group.shared)]
 
     def output(self, x: Tensor, name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """Contiguous memory for what `store` brings to x, its rows of a result: x itself where it can be."""
@@ -367,12 +367,12 @@ class Piece:
             for into, x, y in zip(group.keys_of(grad)[:, 0], of_pairs, of_rows):
                 into.addmm_(x, y, alpha=alpha)
         elif len(grad) == 1 and group.key_step == 1 and group.key_shift and l % group.key_shift == 0:
-            apart = l // group.key_shift
-            for phase in range(min(apart, group.tiles)):
-                phase_rows = of_rows[phase::apart]
+            phases = l // group.key_shift
+            for phase in range(min(phases, group.tiles)):
+                phase_rows = of_rows[phase::phases]
                 first = group.key + phase * group.key_shift
                 into = grad[0, first : first + len(phase_rows) * l].view(-1, l, d)
-                into.baddbmm_(of_pairs[phase::apart], phase_rows, alpha=alpha)
+                into.baddbmm_(of_pairs[phase::phases], phase_rows, alpha=alpha)
         else:
             part = product(of_pairs, of_rows, alpha, buffers("part", len(of_rows), l, d))
             group.add_to_keys(grad, part.unflatten(0, (len(grad), group.tiles)))

@@ -55,10 +55,10 @@ def merged_layouts(
     for comb in _combs(complete):
         try:
             teeth = plan(pattern & comb, n, m, start, step, wide)
-            others = plan(pattern - comb, n, m, start, step, tile)
+            remaining = plan(pattern - comb, n, m, start, step, tile)
         except NoPlan:
             continue
-        layouts.append((others, from_plans(teeth, others)))
+        layouts.append((remaining, from_plans(teeth, remaining)))
     least_groups = sum(len(np.unique(tile_pass.parts[:, 1:], axis=0)) for tile_pass in complete.passes)
     if not layouts or least_groups <= MAX_GROUPS:
         layouts.insert(0, (complete, from_plans(complete)))

@@ -35,8 +35,6 @@ from .layout import Layout, Piece, TileGroup
 
 AnyPiece = Piece | GatheredPiece
 Tensors = dict[str, Tensor]  # by name
-
-
 Weights = list[Tensor | None]  # of each piece its weights, or None where they are computed a second time
 
 
@@ -161,8 +159,8 @@ class Executor:
     def fused(self, group: TileGroup, rows: Tensors, keys: Tensors) -> None:
         """The bias is a view of e, which the op adds as a mask; the rows are in reverse order then."""
         q, o, lse = (group.rows_of(rows[x]) for x in ("q", "o", "lse"))
-        e = rows.get("e")
         k, v = (group.keys_of(keys[x]) for x in ("k", "v"))
+        e = rows.get("e")
         triangle = group.triangle and e is None
         mask = None if triangle or (masks := group.mask(q.dtype)) is None else masks[0]
         if e is not None:
@@ -245,16 +243,13 @@ class TileAttention:
         self, buffers: Buffers, q: Tensor, k: Tensor, v: Tensor, e: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Weights]:
         """o, lse, and the weights that were saved; in float32 or float64."""
-        q, scale, _ = self._scaled(q, e)
-        q, k, v = q.contiguous(), with_flat_heads(k), with_flat_heads(v)
-        rows: Tensors = {"q": q, "o": q.new_empty(*q.shape[:3], v.shape[-1])}
+        rows, keys, scale, _ = self._inputs(q, k, v, e)
+        rows["o"] = q.new_empty(*q.shape[:3], v.shape[-1])
         if not self.one_softmax:
             rows["lse"] = q.new_full(q.shape[:3], -inf)
-        if e is not None:
-            rows["e"] = repeat(e, "h x -> b h x", b=len(q)).contiguous()
         numbers = sum(x.numel() for x in (q, k, v, rows["o"]))
         run = Executor(self, scale, buffers, kernels.max_saved(numbers) if self.grad else 0)
-        for layout, of_rows, of_keys in self._heads(rows, {"k": k, "v": v}):
+        for layout, of_rows, of_keys in self._heads(rows, keys):
             layout = layout.unfused if self.by_products else layout
             all_fused = e is not None and not self.by_products
             if all_fused or not layout.overwrites:
@@ -286,18 +281,23 @@ class TileAttention:
                 of_rows = {name: x[batch_rows, member::group].flatten(0, 1) for name, x in rows.items()}
                 yield layout, of_rows, {name: x[batch_rows].flatten(0, 1) for name, x in keys.items()}
 
-    def _scaled(self, q: Tensor, e: Tensor | None) -> tuple[Tensor, float, float]:
-        """q and the scale of its products, and the factor that is left for dq.
+    def _inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, e: Tensor | None
+    ) -> tuple[Tensors, dict[str, Any], float, float]:
+        """Rows and keys as both passes read them, the scale of the products, and the factor that is left for dq.
 
         The fused op scales after the products forward and within them backward: unless the scale is a power of two,
-        its scores differ in their last bit, and then exp(score − lse) is not the weight there was.
+        its scores differ in their last bit, and then exp(score − lse) is not the weight there was. So q is scaled.
         """
-        if self.one_softmax:
-            return q, self.scale, 1.0
-        fused = self.lengths is not None or e is not None or any(layout.fused for layout in self.layouts)
-        fused = fused and self.softcap is None
-        as_given = not fused or abs(frexp(self.scale)[0]) == 0.5
-        return (q, self.scale, 1.0) if as_given else (q * self.scale, 1.0, self.scale)
+        scale, factor = self.scale, 1.0
+        rounds = not self.one_softmax and self.softcap is None and abs(frexp(scale)[0]) != 0.5
+        terms = self.lengths is not None or e is not None
+        if rounds and (terms or any(layout.fused for layout in self.layouts)):
+            q, scale, factor = q * scale, 1.0, scale
+        rows: Tensors = {"q": q.contiguous()}
+        if e is not None:
+            rows["e"] = repeat(e, "h x -> b h x", b=len(q)).contiguous()
+        return rows, {"k": with_flat_heads(k), "v": with_flat_heads(v)}, scale, factor
 
     # Backward.
 
@@ -305,21 +305,18 @@ class TileAttention:
         self, buffers: Buffers, do: Tensor, saved: "Saved", of_bias: bool
     ) -> tuple[Tensor | None, ...]:
         """The gradients of q, k, v and e from those of o and lse."""
-        q, scale, outside = self._scaled(saved.q, saved.e)
-        do, q, k, v = do.contiguous(), q.contiguous(), with_flat_heads(saved.k), with_flat_heads(saved.v)
-        gathered = isinstance(self.layouts[0], GatheredLayout)
-        rows: Tensors = {"do": do, "q": q, "dq": torch.empty_like(q)}
+        rows, keys, scale, factor = self._inputs(saved.q, saved.k, saved.v, saved.e)
+        do, gathered = do.contiguous(), isinstance(self.layouts[0], GatheredLayout)
+        rows |= {"do": do, "dq": torch.empty_like(rows["q"])}
         if saved.o is not None and saved.lse is not None:  # not one softmax: pieces are merged
             # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
             lse, o = saved.lse.masked_fill(saved.lse == -inf, inf), saved.o.contiguous()
             rows |= {"lse": lse, "o": o, "delta": _dots(do, o)}
             rows |= {} if saved.grad_lse is None else {"dlse": saved.grad_lse}
-        if saved.e is not None:
-            rows["e"] = repeat(saved.e, "h x -> b h x", b=len(q)).contiguous()
-            rows |= {"de": torch.zeros_like(rows["e"])} if of_bias else {}
-        keys: dict[str, Any] = {"k": k, "v": v, "dk": [], "dv": []}
-        if not gathered:
-            keys |= {"d" + x: torch.zeros_like(keys[x]) for x in ("k", "v")}
+        if of_bias and saved.e is not None:
+            rows["de"] = torch.zeros_like(rows["e"])
+        for x in ("k", "v"):
+            keys["d" + x] = [] if gathered else torch.zeros_like(keys[x])
         run = Executor(self, scale, buffers)
         weights = iter(saved.weights)
         for layout, of_rows, of_keys in self._heads(rows, keys):
@@ -330,7 +327,7 @@ class TileAttention:
                 run.fused_backward(group, of_rows, of_keys)
             for piece in layout.pieces(of_rows["q"].shape[0]):
                 run.backward(piece, of_rows, of_keys, next(weights, None))
-        dq = rows["dq"] if outside == 1.0 else rows["dq"].mul_(outside)
+        dq = rows["dq"] if factor == 1.0 else rows["dq"].mul_(factor)
         de = rows["de"].sum(0) if "de" in rows else None
         for x in ("k", "v") if gathered else ():
             parts = keys["d" + x]  # of some heads each
