@@ -77,8 +77,8 @@ def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
     pattern.check_heads(facts.heads)
     launches, lines = [], []
     for head_pattern, heads, kv_heads in pattern.launches(facts.heads // facts.kv_heads):
-        sizes = {"heads": len(heads), "kv_heads": len(kv_heads)}
-        launch = _explain(replace(facts, pattern=head_pattern, **sizes), backend)
+        part = replace(facts, pattern=head_pattern, heads=len(heads), kv_heads=len(kv_heads))
+        launch = _explain(part, backend)
         launches.append((len(heads), launch))
         numbers = ", ".join(map(str, heads[:6])) + (", …" if len(heads) > 6 else "")
         lines.append(

@@ -98,10 +98,9 @@ def _with_data(f: CallFacts) -> Prepared | str:
     """The fastest variant for a pattern with data, or why none can run it."""
     split = documents.split(f.pattern)
     listed, packed = _listed(f, split), _packed(f, split)
-    variants = [variant for variant in (listed, packed) if isinstance(variant, Prepared)]
-    if variants:
-        return min(variants, key=lambda variant: variant.seconds)
-    return packed or listed
+    if isinstance(packed, str):
+        return listed if isinstance(listed, Prepared) else packed or listed
+    return listed if isinstance(listed, Prepared) and listed.seconds <= packed.seconds else packed
 
 
 def _packed(f: CallFacts, split: documents.Split) -> Prepared | str:

@@ -54,8 +54,11 @@ def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ..
     word, inner = word_and_inner
     word.fits(m)
     start, step = query_offset(pattern, n, m, at)
-    data = (word.parents, None) if isinstance(word, tree) else (word.ids, inner)
-    return layouts_of_ids(*data, n, start) if step == 1 else None
+    if step != 1:
+        return None
+    if isinstance(word, tree):
+        return layouts_of_ids(word.parents, None, n, start)
+    return layouts_of_ids(word.ids, inner, n, start)
 
 
 def layouts_of_ids(ids: Tensor, inner: Pattern | None, n: int, start: int) -> tuple[Layout, ...] | None:

@@ -273,8 +273,8 @@ class TileAttention:
         batch = [(slice(None), layouts[0])]
         if self.lengths is not None or len(layouts) > 1:
             ranges = visible_ranges(self.lengths, b, layouts[0].m)
-            of_rows = zip(layouts * b if len(layouts) == 1 else layouts, ranges)
-            batch = [(slice(r, r + 1), layout.within(*limits)) for r, (layout, limits) in enumerate(of_rows)]
+            by_row = enumerate(zip(layouts * b if len(layouts) == 1 else layouts, ranges))
+            batch = [(slice(r, r + 1), layout.within(*limits)) for r, (layout, limits) in by_row]
         group = rows["q"].shape[1] // keys["k"].shape[1]
         for batch_rows, layout in batch:
             for member in range(group):
