@@ -10,7 +10,7 @@ import torch
 
 import regard as rg
 from regard.engine import sdpa
-from regard.engine.backends import OF_DATA, PREPARED, TABLE, choose
+from regard.engine.backends import PREPARED, PREPARED_BY_DATA, TABLE, choose
 from regard.engine.call import CallFacts, Prepared
 from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
@@ -76,16 +76,19 @@ def test_a_pattern_with_data_runs_by_the_faster_of_packed_documents_and_gathered
 
     of_documents = facts(rg.documents(torch.arange(4096, device="cpu") // 64))
 
-    def variant(listed, packed, no_documents=None):
-        found = listed if isinstance(listed, str) else Prepared("tiles", backend.LISTED, int, seconds=listed)
-        monkeypatch.setattr(backend, "_listed", lambda f: found)
-        monkeypatch.setattr(backend, "_merged", lambda f, name: Prepared("tiles", name, int, seconds=packed))
-        monkeypatch.setattr(backend, "_no_documents", lambda f: no_documents)
+    def variant(listed, packed, contiguous=True):
+        by_list = (
+            listed if isinstance(listed, str) else Prepared("tiles", backend.LISTED, int, seconds=listed)
+        )
+        merged = Prepared("tiles", backend.PACKED, int, seconds=packed)
+        monkeypatch.setattr(backend, "_listed", lambda f, split: by_list)
+        monkeypatch.setattr(backend, "_merged", lambda f, layouts: merged)
+        monkeypatch.setattr(backend.documents, "layouts", lambda *place: () if contiguous else None)
         return TABLE["tiles"].prepare(of_documents).variant
 
     assert variant(listed=1.0, packed=2.0) == backend.LISTED and variant(2.0, 1.0) == backend.PACKED
     assert variant(1.0, 0.9) == backend.LISTED  # the estimate of packed documents has a margin
-    assert variant("no", 1.0) == backend.PACKED and variant(2.0, 1.0, "no") == backend.LISTED
+    assert variant("no", 1.0) == backend.PACKED and variant(2.0, 1.0, contiguous=False) == backend.LISTED
 
 
 def test_too_many_progressions_are_masked_and_it_says_so():
@@ -370,7 +373,7 @@ def test_calls_with_data_on_a_gpu_are_prepared_once_until_their_data_change():
 
 
 def test_few_calls_with_data_are_kept():
-    for seed in range(OF_DATA.limit + 5):
+    for seed in range(PREPARED_BY_DATA.limit + 5):
         pattern = rg.documents(torch.arange(4096) // (seed + 1))
         choose(facts(pattern, 4096, device="cuda", dtype=torch.bfloat16))
-    assert len(OF_DATA) == OF_DATA.limit
+    assert len(PREPARED_BY_DATA) == PREPARED_BY_DATA.limit

@@ -9,7 +9,7 @@ from torch.func import jacrev, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.engine import reference_backend
-from regard.engine.attention import _key, attention
+from regard.engine.attention import _cache_key, attention
 from regard.engine.backends import PREPARED
 from regard.engine.explain import explain
 from regard.errors import ShapeError, SpecError
@@ -27,7 +27,7 @@ def nothing_known():
 
 def recalled(inputs, pattern):
     """Whether the next call of this kind is looked up."""
-    return _key(*inputs, pattern, (None, None), "auto") in PREPARED
+    return _cache_key(*inputs, pattern, (None, None), "auto") in PREPARED
 
 
 def qkv(n=7, m=7, dtype=torch.float64, grad=True, h_kv=2):
@@ -204,6 +204,6 @@ def test_a_dispatch_mode_sees_every_operation():
     attention(*inputs, window(1))
     assert recalled(inputs, window(1))
     with Seen() as seen:
-        assert _key(*inputs, window(1), (None, None), "auto") is None
+        assert _cache_key(*inputs, window(1), (None, None), "auto") is None
         attention(*inputs, window(1))
     assert any("flash" in name or "attention" in name or "softmax" in name for name in seen.names)

@@ -119,7 +119,7 @@ def _tiles_variant(call: TileAttention, buffers: Any, q: Any, k: Any, v: Any, e:
         return "tiles, short sequence: gathered keys"
     if e is not None or call.dropout_p:
         return "tiles, dropout" if e is None else "tiles, bias by distance"
-    if call.place is not None and call.place[0].has_data:
+    if call.pattern_and_offset is not None and call.pattern_and_offset[0].has_data:
         return "tiles, packed documents"
     return "tiles, concatenated keys" if call.layouts[0].concatenated else "tiles, merged tiles"
 

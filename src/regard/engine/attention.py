@@ -15,7 +15,7 @@ from ..pattern import At, Pattern, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, calls_with_data, choose
-from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced
+from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced, without_default_offset
 from .merge import by_heads, merge_sink
 
 # Bound once: looking up torch.compiler.is_compiling takes as long as calling it.
@@ -68,10 +68,11 @@ def attention(
         raise not_an_argument(foreign)
     rows = _row_extras(q, lengths, at, sink_logits)
     if rows is None or type(pattern) is Tensor:
-        pattern, lengths, at = simplified(q, k, pattern, lengths, at)
+        pattern, lengths, at = without_defaults(q, k, pattern, lengths, at)
         rows = _row_extras(q, lengths, at, sink_logits)
-    direct_kind = bias is None and not dropout_p and not return_lse and ties == "share"
-    key = None if rows is None or not direct_kind else _key(q, k, v, pattern, (scale, softcap), backend, rows)
+    key = None
+    if rows is not None and bias is None and not dropout_p and not return_lse and ties == "share":
+        key = _cache_key(q, k, v, pattern, (scale, softcap), backend, rows)
     calls = PREPARED if key is None or type(key[0]) is str else calls_with_data(pattern, key[0])
     if key is not None and (direct := calls.get(key)) is not None:
         return direct(q, k, v, lengths, at, sink_logits) if rows else direct(q, k, v)
@@ -126,13 +127,14 @@ def weights(
     call = call.hide()
     k = reference.repeat_heads(call.k, call.q.shape[1])
     terms = {name: getattr(call, name) for name in ("scale", "softcap", "sink_logits", "ties")}
-    found = reference.attend(call.q, k, k, call.allowed(), bias=call.dense_bias(), **terms).weights
-    return found if front is None else found.reshape(*front, *found.shape[2:])
+    table = reference.attend(call.q, k, k, call.allowed(), bias=call.dense_bias(), **terms).weights
+    return table if front is None else table.reshape(*front, *table.shape[2:])
 
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Patterns = None, **options: Any) -> Call:
     """The arguments of `attention`, checked, without those that change nothing."""
-    pattern, lengths, at = simplified(q, k, pattern, options.pop("lengths", None), options.pop("at", None))
+    lengths, at = options.pop("lengths", None), options.pop("at", None)
+    pattern, lengths, at = without_defaults(q, k, pattern, lengths, at)
     foreign = {name: x for name, x in options.items() if name not in Call.__dataclass_fields__}
     if foreign:
         raise not_an_argument(foreign)
@@ -157,47 +159,49 @@ def _checked(
     return normalized(check(Call(q, k, v, pattern, table, **options))), front
 
 
-def _pattern_and_table(given: Pattern | Tensor | Sequence | None) -> tuple[Pattern, Tensor | None]:
+def _pattern_and_table(pattern: Pattern | Tensor | Sequence | None) -> tuple[Pattern, Tensor | None]:
     """A pattern, or a bool tensor with True = may attend. A float mask is refused: 1 may mean either."""
-    if given is None:
+    if pattern is None:
         return full(), None
-    if isinstance(given, Pattern):
-        return given, None
-    if isinstance(given, list | tuple):
-        return per_head(given), None
-    if not isinstance(given, Tensor):
-        raise SpecError(f"{given!r} is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor")
-    if given.dtype != torch.bool:
+    if isinstance(pattern, Pattern):
+        return pattern, None
+    if isinstance(pattern, list | tuple):
+        return per_head(pattern), None
+    if not isinstance(pattern, Tensor):
+        raise SpecError(f"{pattern!r} is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor")
+    if pattern.dtype != torch.bool:
         raise SpecError(
-            f"a {given.dtype} mask as pattern: is 1 'may attend', or is it added to the scores? Say which: "
+            f"a {pattern.dtype} mask as pattern: is 1 'may attend', or is it added to the scores? Say which: "
             f"rg.allowed_from(zero_one=mask), rg.allowed_from(additive=mask), or bias=mask"
         )
-    return full(), given
+    return full(), pattern
 
 
 def _row_extras(q: Tensor, lengths: Any, at: Any, sink: Any = None) -> tuple | None:
-    """Shapes and dtypes of lengths, offsets and sinks that are on the GPU, and whether sinks are learned; None where
-    values must be read first, or a tensor is of another kind."""
+    """Shapes and dtypes of lengths, offsets and sinks, and whether sinks are learned; () if there are none of them.
+
+    None: one of them is not an ordinary tensor on the GPU, and its values may have to be read first.
+    """
     if lengths is at is sink is None:
         return ()
     for x in (lengths, at):
         on_gpu = x is None or (type(x) is Tensor and x.is_cuda and x.is_contiguous())
         if not on_gpu or (x is not None and (x.dtype not in INTEGERS or x.device != q.device)):
             return None
-    if sink is None:
-        return tuple(None if x is None else (x.shape, x.dtype) for x in (lengths, at))
-    if type(sink) not in TENSORS or not sink.is_cuda or sink.device != q.device:
+    if sink is not None and (type(sink) not in TENSORS or not sink.is_cuda or sink.device != q.device):
         return None
     kinds = (None if x is None else (x.shape, x.dtype) for x in (lengths, at, sink))
-    return *kinds, sink.requires_grad and _grad_enabled()
+    return *kinds, sink is not None and sink.requires_grad and _grad_enabled()
 
 
-def _key(
+def _cache_key(
     q: Tensor, k: Tensor, v: Tensor, pattern: object, factors: tuple, backend: str, rows: tuple = ()
 ) -> tuple | None:
-    """The cache key of a call with only these arguments, the text or the state of the pattern first; None if the
-    contents of a tensor decide how it runs, and a change could not be noticed, or if a compiler, a transform or a
-    dispatch mode must see PyTorch's operations. factors: scale and softcap."""
+    """The cache key of a call that has no other arguments. Its first item is the text or the state of the pattern.
+
+    None: a compiler, a transform or a dispatch mode must see PyTorch's operations, or the contents of a tensor decide
+    how the call runs and a change of them could not be noticed. factors: scale and softcap.
+    """
     if _compiling() or type(q) is not Tensor or not all(map(_is_number, factors)):
         return None
     if _transforms() or _modes() or _autocast() or _higher():
@@ -234,14 +238,13 @@ def _autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...] | None]:
-    """q, k and v as (batch, heads, positions, width), and the axes in front of the positions that a result has; None:
-    they are as given.
+    """q, k and v as (batch, heads, positions, width), and the leading axes of the result; None: those of q.
 
     (n, d) has one head of one batch row, (h, n, d) one batch row. Further axes are batch axes. A size of 1 is
     expanded to that of the others.
     """
-    four = q.dim() == k.dim() == v.dim() == 4
-    same_front = four and q.shape[0] == k.shape[0] and k.shape[:2] == v.shape[:2]
+    four_axes = q.dim() == k.dim() == v.dim() == 4
+    same_front = four_axes and q.shape[0] == k.shape[0] and k.shape[:2] == v.shape[:2]
     if same_front and (q.shape[1] != 1 or k.shape[1] == 1):
         return q, k, v, None
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -250,23 +253,23 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
                 f"{name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is needed, where batch and "
                 "heads may be missing"
             )
-    shaped = [x if x.dim() > 2 else x[None] for x in (q, k, v)]
+    tensors = [x if x.dim() > 2 else x[None] for x in (q, k, v)]
     try:
-        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in shaped))
-        (of_keys,) = torch.broadcast_shapes(*(x.shape[-3:-2] for x in shaped[1:]))
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+        (kv_heads,) = torch.broadcast_shapes(*(x.shape[-3:-2] for x in tensors[1:]))
     except RuntimeError:
-        if four:
+        if four_axes:
             return q, k, v, None  # `check` says which axis does not fit
         raise ShapeError(
             f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; their batch axes, and the heads of k "
             "and v, need to be the same, or 1"
         ) from None
-    of_queries = of_keys if shaped[0].shape[-3] == 1 else shaped[0].shape[-3]
-    for at, count in enumerate((of_queries, of_keys, of_keys)):
-        x = shaped[at].expand(*batch, count, *shaped[at].shape[-2:])
-        shaped[at] = x.reshape(prod(batch), *x.shape[-3:])
+    heads = kv_heads if tensors[0].shape[-3] == 1 else tensors[0].shape[-3]
+    for index, count in enumerate((heads, kv_heads, kv_heads)):
+        x = tensors[index].expand(*batch, count, *tensors[index].shape[-2:])
+        tensors[index] = x.reshape(prod(batch), *x.shape[-3:])
     no_heads = max(q.dim(), k.dim(), v.dim()) == 2
-    return *shaped, batch if no_heads else (*batch, of_queries)  # type: ignore[return-value]
+    return *tensors, batch if no_heads else (*batch, heads)  # type: ignore[return-value]
 
 
 def _flattened(x: Any, front: tuple[int, ...]) -> Any:
@@ -279,7 +282,7 @@ def _flattened(x: Any, front: tuple[int, ...]) -> Any:
 # Arguments that change nothing.
 
 
-def simplified(
+def without_defaults(
     q: Tensor, k: Tensor, pattern: Patterns, lengths: Tensor | None, at: At | Tensor
 ) -> tuple[Patterns, Tensor | None, At | Tensor]:
     """pattern, lengths and at; None in place of a table of ones, lengths of all keys, and the default query offset.
@@ -293,35 +296,27 @@ def simplified(
         return pattern, lengths, at
     (b, h, n, _), m = q.shape, k.shape[2]
     if at is not None and n <= m:
-        at = _common_offset(at, b)
-        if not isinstance(at, Tensor) and (at if isinstance(at, tuple) else (at, 1)) == (m - n, 1):
-            at = None
+        at = without_default_offset(_common_offset(at, b), n, m)
     if lengths is not None and b and readable(lengths):
-        lengths = _shortest_form(lengths, b, m)
+        rows = lengths.tolist()
+        if rows == [m] * b or rows == [[0, m]] * b:
+            lengths = None
+        elif lengths.shape == (b, 2) and not any(start for start, _ in rows):
+            lengths = lengths[:, 1]  # every row is visible from key 0 on
     if type(pattern) is Tensor and pattern.dtype == torch.bool and broadcasts(pattern.shape, (b, h, n, m)):
         pattern = None if _allows_all(pattern) else pattern
     return pattern, lengths, at
 
 
-def _shortest_form(lengths: Tensor, b: int, m: int) -> Tensor | None:
-    """None for the lengths of all m keys in every row; only the ends where every row is visible from key 0 on."""
-    rows = lengths.tolist()
-    if rows == [m] * b or rows == [[0, m]] * b:
-        return None
-    if lengths.shape == (b, 2) and not any(start for start, _ in rows):
-        return lengths[:, 1]
-    return lengths
-
-
 def _common_offset(at: At | Tensor, b: int) -> At | Tensor:
     """The offset of all batch rows, where a tensor holds one and the same."""
-    if not isinstance(at, Tensor) or at.shape != (b,) or not b or not readable(at) or not _whole(at):
+    if not isinstance(at, Tensor) or at.shape != (b,) or not b or not readable(at) or not _has_integers(at):
         return at
-    first, *others = at.tolist()
-    return at if any(other != first for other in others) else first
+    offset, *offsets = at.tolist()
+    return at if any(x != offset for x in offsets) else offset
 
 
-def _whole(x: Tensor) -> bool:
+def _has_integers(x: Tensor) -> bool:
     """Whether the numbers of a tensor are whole by their dtype."""
     return not x.is_floating_point() and x.dtype != torch.bool
 
@@ -412,7 +407,7 @@ def _check_extras(call: Call) -> None:
             raise SpecError(f"softcap={call.softcap} is not above 0; use None for scores without a cap")
     if not isinstance(call.at, Tensor):
         query_offset(call.pattern, n, m, call.at)
-    elif not _whole(call.at):
+    elif not _has_integers(call.at):
         raise ShapeError(f"at is {call.at.dtype}; offsets are whole numbers: give at.long()")
     elif tuple(call.at.shape) != (b,):
         raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")

@@ -68,7 +68,7 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
 
 def calls_with_data(pattern: Any, state: tuple) -> Cache:
     """The same as PREPARED for the calls of one pattern with data as they are now."""
-    return (OF_DATA.get(state) or OF_DATA.put(state, (Cache(64), pattern.values())))[0]
+    return (PREPARED_BY_DATA.get(state) or PREPARED_BY_DATA.put(state, (Cache(64), pattern.values())))[0]
 
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
@@ -94,35 +94,36 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
     """The backend with the smallest estimate of those that do not refuse, and why."""
     device = f.device_type if f.device_type in ("cpu", "cuda") else "other"
     times: list[tuple[float, Backend]] = []
-    refusals = []
-    for each in TABLE.values():
-        if device not in each.automatic or not getattr(each, "installed", True):  # needs another package
+    reasons = []
+    for backend in TABLE.values():
+        installed = getattr(backend, "installed", True)  # some need another package
+        if device not in backend.automatic or not installed:
             continue
-        if why := _refusal(each, f):
-            refusals.append(f"{each.name} cannot: {why}")
+        if why := _refusal(backend, f):
+            reasons.append(f"{backend.name} cannot: {why}")
         else:
-            times.append((each.estimate(f), each))
+            times.append((backend.estimate(f), backend))
     times = sorted((pair for pair in times if not isinf(pair[0])), key=lambda pair: pair[0])
     # SDPA's CUDA kernel for masks computes a float32 product by three in TF32; dq was off by 1.2 × the tolerance.
     if device == "cuda" and f.grad and f.dtype == torch.float32 and not f.unmasked:
-        rounds = "sdpa's kernel for masks rounds gradients in float32 more than the formula does"
-        if others := [pair for pair in times if pair[1].name != "sdpa"]:
-            refusals += [rounds] if len(others) < len(times) else []
-            times = others
+        rounding = "sdpa's kernel for masks rounds gradients in float32 more than the formula does"
+        if without_sdpa := [pair for pair in times if pair[1].name != "sdpa"]:
+            reasons += [rounding] if len(without_sdpa) < len(times) else []
+            times = without_sdpa
         elif times:
-            refusals.append(f"{rounds}: backend='reference' is more exact, and slower")
+            reasons.append(f"{rounding}: backend='reference' is more exact, and slower")
     if len(times) > 1:
-        (best, _), (second, other), *_ = times
-        refusals.insert(0, f"about {second / max(best, 1e-12):.1f} × faster than {other.name}")
+        (shortest, _), (next_time, runner_up), *_ = times
+        reasons.insert(0, f"about {next_time / max(shortest, 1e-12):.1f} × faster than {runner_up.name}")
     chosen = times[0][1] if times else TABLE["reference"]
-    return chosen, "; ".join(refusals) or "no other backend is for this device"
+    return chosen, "; ".join(reasons) or "no other backend is for this device"
 
 
 def _without_sizes(f: CallFacts) -> Backend:
     """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times. Under torch.func
     only PyTorch's own operations: it has no rules for others, and would take their forward derivatives for 0."""
-    dropped = f.dropout_p > 0 and f.bias != "distance"
-    tiles = () if f.pattern.has_data or dropped else ("tiles",)  # a graph does not know the ids of documents
+    has_dropout = f.dropout_p > 0 and f.bias != "distance"
+    tiles = () if f.pattern.has_data or has_dropout else ("tiles",)  # a graph does not know the ids
     kernels = ("flex", "triton") if f.pattern.has_data else ("triton",)
     sparse = () if compat.transforms_active() else {"cpu": tiles, "cuda": kernels}.get(f.device_type, ())
     dense = f.unmasked and not f.needs_lse
@@ -133,7 +134,7 @@ def _without_sizes(f: CallFacts) -> Backend:
 
 
 # Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls without further arguments, by the key
-# that `attention._key` computes.
+# that `attention._cache_key` computes.
 PREPARED = Cache(256)
 # The same of patterns with data, by state; with the values of these, so that the id of a tensor stays its own.
-OF_DATA = Cache(8)
+PREPARED_BY_DATA = Cache(8)

@@ -225,8 +225,8 @@ class CallFacts:
             return "a bias tensor is n × m already"
         if self.table:
             return "a bool tensor is not a pattern; declare one"
-        refused = self.row_offsets and self.device_type != "cpu"
-        return "per-row query offsets (`at` as a tensor) are not supported" if refused else None
+        on_gpu = self.row_offsets and self.device_type != "cpu"
+        return "per-row query offsets (`at` as a tensor) are not supported" if on_gpu else None
 
     @property
     def unmasked(self) -> bool:
@@ -270,7 +270,7 @@ class CallFacts:
 def facts_of(call: Call) -> CallFacts:
     """The facts of a call whose arguments were checked and normalized."""
     by_distance = isinstance(call.bias, ByDistance)
-    added = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
+    bias_tensors = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
     batch, heads, n, d_k = call.q.shape
     sizes = n, call.m, d_k, call.v.shape[-1], batch, heads, call.k.shape[1]
     return CallFacts(
@@ -284,7 +284,7 @@ def facts_of(call: Call) -> CallFacts:
         lengths=call.lengths is not None,
         left_padding=call.lengths is not None and call.lengths.dim() == 2,
         bias="none" if call.bias is None else "distance" if by_distance else "tensor",
-        bias_grad=needs_grad(*added),
+        bias_grad=needs_grad(*bias_tensors),
         scale=call.scale,
         softcap=call.softcap,
         dropout_p=call.dropout_p,
@@ -343,7 +343,7 @@ class Cache(dict[Any, Any]):
         return value
 
 
-def zeros_in(
+def zero_rows(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], empty: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The same function with zeros in the rows of queries that have no allowed key."""
@@ -367,10 +367,29 @@ def readable(x: Tensor) -> bool:
     return x.is_cpu and eager(x)
 
 
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """What the log-sum-exp has in every backend, and the products on the CPU: half types in float32, which is as fast
+    there and exact."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def visible_ranges(lengths: Int[Tensor, "b *two"] | None, b: int, m: int) -> list[tuple[int, ...]]:
+    """The first visible key of each batch row, and the end of its keys. lengths: as `Call.lengths`."""
+    if lengths is None:
+        return [(0, m)] * b
+    rows = lengths.tolist()
+    return [(0, end) for end in rows] if lengths.dim() == 1 else [tuple(limits) for limits in rows]
+
+
+def without_default_offset(at: At | Tensor, n: int, m: int) -> At | Tensor:
+    """None in place of the default, where the last query is at the last key."""
+    is_default = not isinstance(at, Tensor) and (at if isinstance(at, tuple) else (at, 1)) == (m - n, 1)
+    return None if is_default and n <= m else at
+
+
 def _small(x: Tensor) -> bool:
     """Whether a mask alone hides x: no NaN, and no number so large that a product with it could be infinite."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return bool(torch.linalg.vector_norm(x.detach(), dtype=wide) < 1e15)
+    return bool(torch.linalg.vector_norm(x.detach(), dtype=computed_in(x.dtype)) < 1e15)
 
 
 def replaced(call: Call, **changes: Any) -> Call:
@@ -414,5 +433,5 @@ def _dense(pattern: Pattern, n: int, m: int, at: At, device: torch.device) -> Bo
 
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     # the sizes may be symbols, for which Dynamo has no `in`
-    fits = [s == t or s == 1 for s, t in zip(reversed(shape), reversed(to))]
-    return len(shape) <= len(to) and all(fits)
+    axes_fit = [s == t or s == 1 for s, t in zip(reversed(shape), reversed(to))]
+    return len(shape) <= len(to) and all(axes_fit)

@@ -15,7 +15,7 @@ from .. import compat
 from ..errors import DUAL_NUMBERS, BackendError
 from ..pattern import Pattern, query_offset, tree
 from ..position import ByDistance
-from .call import NO_SEED, SEEDS, Call, Extras, Options
+from .call import NO_SEED, SEEDS, Call, Extras, Options, computed_in
 from .cpu import documents, tiles
 from .cpu.strided_layout import layout
 
@@ -29,7 +29,7 @@ def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
         seed = sample_in_graph(_samples) if torch.compiler.is_compiling() else sample_seed()
     ids, pattern = None, call.pattern
     if pattern.has_data:
-        split = documents.parts(pattern)
+        split = documents.split(pattern)
         assert split is not None and not isinstance(split[0], tree)  # which is refused under a compiler
         ids, pattern = split[0].ids, split[1]
     extras = [_present(x, call.q) for x in (table, slopes, call.lengths, seed, ids)]
@@ -80,19 +80,19 @@ def sparse(
     factors: scale, dropout_p, softcap or 0."""
     if compat.higher_derivatives():  # a graph is guarded by the transforms of torch.func, not by dual numbers
         raise BackendError(DUAL_NUMBERS)
-    given, options = extras_of(extras), options_of(pattern, offset, factors)
+    inputs, options = extras_of(extras), options_of(pattern, offset, factors)
     if q.is_cuda:
         from .cuda import backend as triton
 
-        o, lse = triton.forward((q, k, v), given, options)
+        o, lse = triton.forward((q, k, v), inputs, options)
         return o.contiguous(), lse
-    o, lse = tiles.attend(q, k, v, _tiles(q, k, given, options), given.bias)
+    o, lse = tiles.attend(q, k, v, _tiles(q, k, inputs, options), inputs.bias)
     return o.contiguous(), lse.contiguous()
 
 
 @sparse.register_fake
 def _(q, k, v, *options):
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_empty(q.shape[:3], dtype=computed_in(q.dtype))
     return q.new_empty(*q.shape[:3], v.shape[-1]), lse
 
 
@@ -109,21 +109,21 @@ def sparse_backward(
 
     What has no gradient gets an empty tensor: an operation cannot return None.
     """
-    given, options = extras_of(saved[5:]), options_of(pattern, offset, factors)
-    q, k, v, o, lse = saved[:5]
+    inputs, options = extras_of(saved[5:]), options_of(pattern, offset, factors)
+    q, k, v = saved[:3]
     grad, grad_lse = grads[0], grads[1] if grads[1].numel() else None
     results: tuple[Tensor | None, ...]
     if q.is_cuda:
         from .cuda import backend as triton
 
-        results = triton.backward((grad, grad_lse), saved[:5], given, options, of_bias)
+        results = triton.backward((grad, grad_lse), saved[:5], inputs, options, of_bias)
     else:
-        of = tiles.Saved(q, k, v, o=o, lse=lse, grad_lse=grad_lse)
-        results = tiles.attend_backward(grad, of, _tiles(q, k, given, options), given.bias, of_bias)
-    likes = q, k, v, given.table, given.slopes
+        call = _tiles(q, k, inputs, options)
+        results = tiles.attend_backward((grad, grad_lse), saved[:5], call, inputs.bias, of_bias)
+    differentiated = q, k, v, inputs.table, inputs.slopes
     return tuple(  # type: ignore[return-value]
         grad.new_empty(0) if g is None or x is None else g.to(x.dtype).contiguous()
-        for g, x in zip(results, likes)
+        for g, x in zip(results, differentiated)
     )
 
 
@@ -196,8 +196,8 @@ def _sparse_transformed(tensors: Sequence[Tensor], options: tuple[Any, ...]) -> 
         return sparse_backward([grad, grad_lse], [q, k, v, o, lse, *extras], *options, of_bias)
 
     def gradients(*tensors):
-        found = _Transformed.apply(backward, None, *tensors)
-        return *(g if g.numel() else None for g in found), None, None, None  # lengths, seed and ids have none
+        grads = _Transformed.apply(backward, None, *tensors)
+        return *(g if g.numel() else None for g in grads), None, None, None  # lengths, seed and ids have none
 
     return _Transformed.apply(forward, gradients, *tensors)
 
@@ -227,6 +227,6 @@ class _Transformed(torch.autograd.Function):
         """One call for each entry of the mapped axis."""
         results = []
         for entry in range(info.batch_size):
-            given = (x if d is None else x.select(d, entry) for x, d in zip(arguments, in_dims))
-            results.append(_Transformed.apply(*given))
+            of_entry = (x if d is None else x.select(d, entry) for x, d in zip(arguments, in_dims))
+            results.append(_Transformed.apply(*of_entry))
         return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])

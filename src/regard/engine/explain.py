@@ -10,7 +10,7 @@ from ..pattern import Pattern, per_head
 from ..table import ShownAsTable
 from .attention import call_of
 from .backends import choose
-from .call import CallFacts, Prepared, facts_of
+from .call import CallFacts, Prepared, facts_of, without_default_offset
 from .cpu.backend import GATHERED
 from .plan import NoPlan, plan
 
@@ -46,7 +46,7 @@ class Explanation(ShownAsTable):
         return "\n".join(lines + [f"  {line}" for line in self.passes])
 
 
-def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
+def explain(*arguments: Any, backend: str = "auto", **options: Any) -> Explanation:
     """The backend and variant by which `attention` runs a call, the pairs it needs and computes, and why.
 
     explain(q, k, v, pattern, …) takes the arguments of `attention`. explain(pattern, n, m) takes sizes and, by name,
@@ -63,10 +63,10 @@ def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
       backend         tiles, merged tiles: about ... × faster than sdpa
       ...
     """
-    if isinstance(given[0] if given else options.get("q"), Tensor):
-        facts = facts_of(call_of(*given, **options))
+    if isinstance(arguments[0] if arguments else options.get("q"), Tensor):
+        facts = facts_of(call_of(*arguments, **options))
     else:
-        facts = facts_from(*given, **options)
+        facts = facts_from(*arguments, **options)
     return _explain_heads(facts, backend) if isinstance(facts.pattern, per_head) else _explain(facts, backend)
 
 
@@ -75,22 +75,23 @@ def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
     pattern = facts.pattern
     assert isinstance(pattern, per_head)
     pattern.check_heads(facts.heads)
-    each, lines = [], []
-    for one, heads, kv_heads in pattern.launches(facts.heads // facts.kv_heads):
-        found = _explain(replace(facts, pattern=one, heads=len(heads), kv_heads=len(kv_heads)), backend)
-        each.append((len(heads), found))
+    launches, lines = [], []
+    for head_pattern, heads, kv_heads in pattern.launches(facts.heads // facts.kv_heads):
+        part = replace(facts, pattern=head_pattern, heads=len(heads), kv_heads=len(kv_heads))
+        launch = _explain(part, backend)
+        launches.append((len(heads), launch))
         numbers = ", ".join(map(str, heads[:6])) + (", …" if len(heads) > 6 else "")
         lines.append(
-            f"heads {numbers:<10}{one!r}: {found.backend}, {found.variant}, {found.waste:.2f} × needed"
+            f"heads {numbers:<10}{head_pattern!r}: {launch.backend}, {launch.variant}, {launch.waste:.2f} × needed"
         )
-        lines += found.passes
+        lines += launch.passes
     return Explanation(
         pattern, facts.n, facts.m,
-        needed=sum(count * found.needed for count, found in each),
-        computed=sum(count * found.computed for count, found in each),
+        needed=sum(count * launch.needed for count, launch in launches),
+        computed=sum(count * launch.computed for count, launch in launches),
         rows=facts.heads * facts.data_rows,
-        backend=", ".join(dict.fromkeys(found.backend for _, found in each)),
-        variant=f"{len(each)} launches",
+        backend=", ".join(dict.fromkeys(launch.backend for _, launch in launches)),
+        variant=f"{len(launches)} launches",
         reason="heads with equal patterns run together",
         passes=tuple(lines),
     )  # fmt: skip
@@ -105,19 +106,19 @@ def _explain(facts: CallFacts, backend: str) -> Explanation:
 
 def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -> CallFacts:
     """The facts of a call by its sizes."""
-    known = [field.name for field in fields(CallFacts)][3:]
+    names = [field.name for field in fields(CallFacts)][3:]
     for name in options:
-        if name not in known:
-            raise SpecError(f"explain() has no argument {name!r}; {nearest(name, known)}")
+        if name not in names:
+            raise SpecError(f"explain() has no argument {name!r}; {nearest(name, names)}")
     if isinstance(pattern, per_head):
         options.setdefault("heads", len(pattern.patterns))
     options["lengths"] = bool(options.get("lengths") or options.get("left_padding"))
     options.setdefault("d_v", options.get("d_k", 64))
     options.setdefault("kv_heads", options.get("heads", 8))
     options.setdefault("bias_grad", bool(options.get("grad")) and options.get("bias", "none") != "none")
-    facts = CallFacts(pattern, n, n if m is None else m, **options)
-    says_nothing = facts.n <= facts.m and facts.offset == (facts.m - facts.n, 1)
-    return replace(facts, at=None) if says_nothing else facts
+    m = n if m is None else m
+    options["at"] = without_default_offset(options.get("at"), n, m)
+    return CallFacts(pattern, n, m, **options)
 
 
 def _passes(facts: CallFacts, prepared: Prepared) -> tuple[str, ...]:
@@ -128,12 +129,12 @@ def _passes(facts: CallFacts, prepared: Prepared) -> tuple[str, ...]:
     except NoPlan:
         return ()
     lines = []
-    for each in planned.passes:
-        tiles, parts = len(each.tiles), len(each.parts)
-        unmasked = int(each.parts[:, 3].sum())
-        steps = sorted({int(s) for s in each.parts[:, 1]})
-        hop = int(each.tiles[:, 1].max())
-        rows = "neighboring queries" if hop == 1 else f"every {hop}th query"
+    for tile_pass in planned.passes:
+        tiles, parts = len(tile_pass.tiles), len(tile_pass.parts)
+        unmasked = int(tile_pass.parts[:, 3].sum())
+        steps = sorted({int(s) for s in tile_pass.parts[:, 1]})
+        row_step = int(tile_pass.tiles[:, 1].max())
+        rows = "neighboring queries" if row_step == 1 else f"every {row_step}th query"
         lines.append(
             f"pass            {tiles:,} tiles of {rows}, {parts / tiles:.1f} progressions each "
             f"(steps {', '.join(map(str, steps[:4]))}), {unmasked / parts:.0%} of them without a mask"

@@ -61,7 +61,7 @@ class Flash4:
             return reason
         if not f.pattern.has_data and has_empty_row(*f.place):
             return "some queries have no allowed key"
-        if not parts_of(f.pattern, f.n, f.m, f.offset[0]):
+        if not _parts(f):
             return (
                 f"{f.pattern!r} is neither a band of i − j (every pair, causal, a window) nor a few of them"
             )
@@ -69,18 +69,19 @@ class Flash4:
 
     def estimate(self, f: CallFacts) -> float:
         """As measured; the rest runs by name. Windows of heads of 64 take `triton` less than it estimates."""
-        parts = parts_of(f.pattern, f.n, f.m, f.offset[0])
+        parts = _parts(f)
         windows = any(part.left is not None for part in parts)
         if f.d_k not in PAIR or (windows and f.d_k != 128) or (f.n, f.offset[0]) != (f.m, 0):
             return inf
         tiles = f.flat_heads * sum(ceil(part.rows / TILE) for part in parts)
         tile, call = (QUERY_TILE_GRAD, CALL_GRAD) if f.grad else (QUERY_TILE, CALL)
-        busy = f.flat_heads * _computed(f) * PAIR[f.d_k][f.grad] + tiles * tile
+        computed = sum(part.computed for part in parts)
+        busy = f.flat_heads * computed * PAIR[f.d_k][f.grad] + tiles * tile
         busy *= (WINDOW if windows else 1.0) * (PARTS if len(parts) > 1 else 1.0)
         return max(busy * max(1.0, PROGRAMS / tiles), len(parts) * call)
 
     def prepare(self, f: CallFacts) -> Prepared:
-        options = Options(parts_of(f.pattern, f.n, f.m, f.offset[0]), f.factor, f.return_lse)
+        options = Options(_parts(f), f.factor, f.return_lse)
         run = partial(attend, _kernel, options)
         direct = replace(f, sink_logits=False).only_pattern
         build = lambda: lambda q, k, v, lengths=None, at=None, sink=None: run(q, k, v, sink)[0]  # noqa: E731
@@ -89,7 +90,7 @@ class Flash4:
         return Prepared(
             self.name,
             variant,
-            lambda: _computed(f),
+            lambda: sum(part.computed for part in options.parts),
             lambda call: run(call.q, call.k, call.v, call.sink_logits),
             build if direct else None,
             joins_sink=True,
@@ -113,7 +114,7 @@ def capability(device: str) -> int | None:
 def _unsupported(f: CallFacts) -> str | None:
     """What is not in its softmax, or not as exact as here; shapes that its kernels do not take."""
     dtype, (_, step) = str(f.dtype).removeprefix("torch."), f.offset
-    refused = (
+    reasons = (
         (f.bias != "none", "a bias is added to the scores"),
         (f.no_tiles is not None, f.no_tiles),
         (f.observed, "a compiler or transform must see PyTorch's operations, which its kernels are not"),
@@ -128,7 +129,7 @@ def _unsupported(f: CallFacts) -> str | None:
         (f.pairs == 0, "there are no pairs"),
         (step != 1, f"queries {step} positions apart are not supported"),
     )  # fmt: skip
-    return next((reason for holds, reason in refused if holds), None)
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 # Bands: its windows are counted from the last key, which belongs to the last query.
@@ -180,10 +181,10 @@ def parts_of(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
     A call has a run of queries, the keys of each of which are one interval. From query to query its first key stays,
     and from some query on moves; its last key moves, and from some query on stays.
     """
-    found = intervals(pattern, np.arange(start, start + n), m)
-    if found is None or (found[0] > found[1]).any():
+    keys = intervals(pattern, np.arange(start, start + n), m)
+    if keys is None or (keys[0] > keys[1]).any():
         return ()
-    (low, high), row = found, 0
+    (low, high), row = keys, 0
     parts: list[Part] = []
     while row < n and len(parts) < MAX_PARTS:
         last = row + min(_moves(low[row:], 0, 1), _moves(high[row:], 1, 0))
@@ -201,8 +202,8 @@ def _moves(keys: Ints, first: int, then: int) -> int:
     return turn + int((moves[turn:] != then).argmax())
 
 
-def _computed(f: CallFacts) -> int:
-    return sum(part.computed for part in parts_of(f.pattern, f.n, f.m, f.offset[0]))
+def _parts(f: CallFacts) -> tuple[Part, ...]:
+    return parts_of(f.pattern, f.n, f.m, f.offset[0])
 
 
 # Running.
@@ -225,9 +226,9 @@ def attend(
         o, lse = _part(kernel, (q, k, v), sink, parts[0], options)
         return o.transpose(1, 2), lse
     queries = q.split([part.rows for part in parts], 1)
-    found = [_part(kernel, (x, k, v), sink, part, options) for x, part in zip(queries, parts)]
-    o = torch.cat([o for o, _ in found], 1).transpose(1, 2)
-    return o, torch.cat([lse for _, lse in found], 2) if options.return_lse else None
+    results = [_part(kernel, (x, k, v), sink, part, options) for x, part in zip(queries, parts)]
+    o = torch.cat([o for o, _ in results], 1).transpose(1, 2)
+    return o, torch.cat([lse for _, lse in results], 2) if options.return_lse else None
 
 
 def _part(
@@ -240,33 +241,33 @@ def _part(
     q, k, v = tensors
     if part.end - part.first < k.shape[1]:
         k, v = k[:, part.first : part.end], v[:, part.first : part.end]
-    given: dict[str, Any] = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
+    arguments: dict[str, Any] = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
     if sink is not None:
-        given["learnable_sink"] = sink
-    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **given)
+        arguments["learnable_sink"] = sink
+    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **arguments)
     if o.grad_fn is not None:
         # The node keeps q, k and v until its backward pass; a hook that held them would, as long as there is a graph.
-        held = None if compat.current_node is not None else (q, k, v)
-        about = {"pattern": part.pattern, "scale": options.scale, "sink_logits": sink}
-        o.grad_fn.register_hook(partial(_double_backward, held, about))
+        saved = None if compat.current_node is not None else (q, k, v)
+        terms = {"pattern": part.pattern, "scale": options.scale, "sink_logits": sink}
+        o.grad_fn.register_hook(partial(_double_backward, saved, terms))
     return o, lse
 
 
 def _double_backward(
-    held: tuple[Tensor, ...] | None,
-    about: dict[str, Any],
+    saved: tuple[Tensor, ...] | None,
+    terms: dict[str, Any],
     grads: tuple[Tensor | None, ...],
-    given: tuple[Tensor | None, Tensor | None],
+    output_grads: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, ...] | None:
     """A hook after its backward pass: the gradients as they are, or under create_graph=True by the formula. After
     those of q, k and v, only that of the sink is not None."""
-    if not torch.is_grad_enabled() or given[0] is given[1] is None:
+    if not torch.is_grad_enabled() or output_grads[0] is output_grads[1] is None:
         return None
-    tensors = held if compat.current_node is None else compat.current_node().saved_tensors[:3]
+    tensors = saved if compat.current_node is None else compat.current_node().saved_tensors[:3]
     assert tensors is not None
     q, k, v = (x.transpose(1, 2) for x in tensors)
-    grad = None if given[0] is None else given[0].transpose(1, 2)
-    call = Call(q, k, v, **about, at=k.shape[2] - q.shape[2])
-    *results, of_sink = (*reference_backend.gradients((grad, given[1]), call), None)[:4]
-    rest = (None if x is None else of_sink for x in grads[3:])
-    return *(None if x is None else x.transpose(1, 2) for x in results), *rest
+    grad = None if output_grads[0] is None else output_grads[0].transpose(1, 2)
+    call = Call(q, k, v, **terms, at=k.shape[2] - q.shape[2])
+    *results, of_sink = (*reference_backend.gradients((grad, output_grads[1]), call), None)[:4]
+    others = (None if x is None else of_sink for x in grads[3:])
+    return *(None if x is None else x.transpose(1, 2) for x in results), *others

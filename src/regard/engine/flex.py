@@ -20,7 +20,7 @@ from ..errors import compiler_errors_named
 from ..pattern import BlockGrid, Pattern, neighborhood, positions, query_offset, where
 from ..pattern.block_mask import from_grid
 from ..pattern.classification import BLOCK
-from .call import Cache, Call, CallFacts, Outputs, Prepared
+from .call import Cache, Call, CallFacts, Prepared
 
 if TYPE_CHECKING:  # imported where a call runs: it takes as long to import as the rest of regard
     from torch.nn.attention.flex_attention import BlockMask
@@ -64,12 +64,7 @@ class Flex:
 
     def prepare(self, f: CallFacts) -> Prepared:
         computed = partial(visited, f.pattern, f.n, f.m, *f.offset)
-        return Prepared(self.name, "blocks of 128 × 128", computed, _prepared)
-
-
-def _prepared(call: Call) -> Outputs:
-    with torch.autocast(call.q.device.type, enabled=False):
-        return attend(call.hide())
+        return Prepared(self.name, "blocks of 128 × 128", computed, lambda call: attend(call.hide()))
 
 
 def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"] | None]:
@@ -83,12 +78,13 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
         options["score_mod"] = _capped(call.softcap)
     if call.return_lse:
         options["return_aux"] = AuxRequest(lse=True)
-    mask = _block_mask(call)
-    if torch.compiler.is_compiling():
-        result = flex_attention(q, k, v, block_mask=mask, **options)
-    else:
-        with compat.denormals_preserved(), compiler_errors_named("flex"):  # C++ on the CPU
-            result = _compiled(_kind(call))(q, k, v, block_mask=mask, **options)
+    with torch.autocast(q.device.type, enabled=False):
+        mask = _block_mask(call)
+        if torch.compiler.is_compiling():
+            result = flex_attention(q, k, v, block_mask=mask, **options)
+        else:
+            with compat.denormals_preserved(), compiler_errors_named("flex"):  # C++ on the CPU
+                result = _compiled(_kind(call))(q, k, v, block_mask=mask, **options)
     o, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return o[..., : call.v.shape[-1]], lse
 
@@ -105,7 +101,7 @@ def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
     return int((~grid.classify(pattern).none).sum()) * BLOCK**2
 
 
-# The mask: blocks to skip, blocks to leave as they are, and a function for the rest.
+# The mask: blocks to skip, blocks to leave as they are, and a function for the others.
 
 _masks = Cache(8)  # with what they were computed from, so that the id of a tensor stays its own
 
@@ -149,8 +145,8 @@ def _compiled(kind: tuple) -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
     code: CodeType = _run.__code__.replace(co_name=f"flex_{abs(hash(kind)):x}")
-    own = FunctionType(code, {**_run.__globals__, "flex_attention": flex_attention})
-    return torch.compile(own, fullgraph=True, dynamic=False if kind[0] == "cpu" else None)
+    function = FunctionType(code, {**_run.__globals__, "flex_attention": flex_attention})
+    return torch.compile(function, fullgraph=True, dynamic=False if kind[0] == "cpu" else None)
 
 
 def _run(q, k, v, **options):

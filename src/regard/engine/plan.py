@@ -73,12 +73,12 @@ class Plan:
 
     @cached_property
     def computed(self) -> int:
-        return sum(one.computed for one in self.passes)
+        return sum(tile_pass.computed for tile_pass in self.passes)
 
     @property
     def max_parts(self) -> int:
         """The largest number of progressions in one tile, over all passes."""
-        return max((one.max_parts for one in self.passes), default=0)
+        return max((tile_pass.max_parts for tile_pass in self.passes), default=0)
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,15 @@ class Request:
         tiling = replace(tiling, pattern=_without_row_classes(tiling.pattern, self.by_keys))
         tiles = self.tiles(tiling)
         sample = tiles.sample(SAMPLE_TILES)
-        one = self.make_pass(tiling, sample)
-        rows = (one.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
-        keys = one.parts[:, 2] * np.where(one.parts[:, 3], 1, MASKED_PAIR_COST) + PART_COST
-        cost = (np.repeat(rows, np.diff(one.offsets)) * keys).sum() + rows.sum() * TILE_COST
-        penalty = 1 if one.max_parts <= MAX_PARTS else 2
+        sampled = self.make_pass(tiling, sample)
+        rows = (sampled.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
+        keys = sampled.parts[:, 2] * np.where(sampled.parts[:, 3], 1, MASKED_PAIR_COST) + PART_COST
+        cost = (np.repeat(rows, np.diff(sampled.offsets)) * keys).sum() + rows.sum() * TILE_COST
+        penalty = 1 if sampled.max_parts <= MAX_PARTS else 2
         return penalty * float(cost) * len(tiles.first) / max(len(sample.first), 1)
 
-    def shared(self, tilings: tuple[Tiling, ...]) -> int:
-        """The passes that add to the results of earlier ones: they do not leave out the rows of those."""
+    def merged_passes(self, tilings: tuple[Tiling, ...]) -> int:
+        """The number of passes that have rows of an earlier pass, so that their results are merged."""
         return sum(x.pattern == _without_row_classes(x.pattern, self.by_keys) for x in tilings[1:])
 
     def make_pass(self, tiling: Tiling, tiles: Tiles) -> Pass:
@@ -143,9 +143,9 @@ def plan(
 
     by_keys: the same pairs read from the keys: tiles are of keys, parts are progressions of query rows.
     """
-    if isinstance(made := _cached(pattern, n, m, start, step, tile, by_keys), str):
-        raise NoPlan(made)
-    return made
+    if isinstance(result := _cached(pattern, n, m, start, step, tile, by_keys), str):
+        raise NoPlan(result)
+    return result
 
 
 def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str | None:
@@ -156,8 +156,8 @@ def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str |
         parts = plan(pattern, n, m, start, step).max_parts
     except NoPlan as why:
         return str(why)
-    many = parts > MAX_PARTS and not isinstance(pattern, neighborhood)
-    return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if many else None
+    too_many = parts > MAX_PARTS and not isinstance(pattern, neighborhood)
+    return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if too_many else None
 
 
 @lru_cache(maxsize=256)
@@ -166,14 +166,14 @@ def _cached(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, 
     queries, keys = Axis(n, start, step), Axis(m)
     request = Request(keys, queries, tile, True) if by_keys else Request(queries, keys, tile, False)
     try:
-        make: Any = _of_grid if isinstance(pattern, neighborhood) else _cheapest
+        make: Any = _grid_passes if isinstance(pattern, neighborhood) else _cheapest_passes
         passes = make(pattern.expanded(), request) if n and m else ()
     except NoPlan as why:
         return str(why)
     return Plan(pattern, n, m, start, step, passes)
 
 
-def _of_grid(grid: neighborhood, request: Request) -> tuple[Pass, ...]:
+def _grid_passes(grid: neighborhood, request: Request) -> tuple[Pass, ...]:
     """The lines of a grid are progressions."""
     if not request.xs == request.ys == Axis(grid.size):
         raise NoPlan(f"queries and keys are not all {grid.size} positions of the grid")
@@ -182,7 +182,7 @@ def _of_grid(grid: neighborhood, request: Request) -> tuple[Pass, ...]:
     return (Pass(grid, *grid.tiles(request.tile, request.by_keys)),)
 
 
-def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
+def _cheapest_passes(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
     """The passes of the cheapest candidate; they are compared on a sample of tiles."""
     limit("words", len(set(pattern.leaves())), "a pattern this long is masked")
     candidates, costs, reasons = list(_candidates(pattern, request)), {}, []
@@ -193,9 +193,9 @@ def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
             reasons.append(why)
     if len(reasons) == len(candidates):
         raise reasons[0]
-    best = min(costs, key=lambda x: (costs[x], request.shared(x))) if costs else candidates[0]
+    best = min(costs, key=lambda x: (costs[x], request.merged_passes(x))) if costs else candidates[0]
     passes = (request.make_pass(tiling, request.tiles(tiling)) for tiling in best)
-    return tuple(one for one in passes if len(one.parts))
+    return tuple(tile_pass for tile_pass in passes if len(tile_pass.parts))
 
 
 def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Tiling, ...]]:
@@ -225,26 +225,26 @@ def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Tiling, ..
 def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Tiling, ...]:
     """One pass per group, each less the groups before it: C & E − C & W is C & E & ~W."""
     tilings: list[Tiling] = []
-    taken: list[Clause] = []
+    earlier: list[Clause] = []
     for row_step, group in groups:
-        remaining: list[tuple[Clause, Clause]] = []  # what holds, what was taken
+        remaining: list[tuple[Clause, Clause]] = []  # each clause, and what earlier ones exclude from it
         for clause in group:
-            rests = [tuple(f for f in other if f not in clause) for other in taken]
-            if all(rests):  # else this clause lies within an earlier one
-                remaining.append((clause, tuple(~reduce(and_, rest) for rest in rests)))
-        taken += group
+            remainders = [tuple(f for f in other if f not in clause) for other in earlier]
+            if all(remainders):  # else this clause lies within an earlier one
+                remaining.append((clause, tuple(~reduce(and_, remainder) for remainder in remainders)))
+        earlier += group
         if not remaining:
             continue
-        common = [less for less in remaining[0][1] if all(less in other for _, other in remaining)]
-        each = [reduce(and_, (*clause, *(x for x in less if x not in common))) for clause, less in remaining]
-        tilings.append(Tiling(reduce(and_, (reduce(or_, each), *common)), row_step))
+        common = [x for x in remaining[0][1] if all(x in excluded for _, excluded in remaining)]
+        terms = (reduce(and_, (*c, *(x for x in excluded if x not in common))) for c, excluded in remaining)
+        tilings.append(Tiling(reduce(and_, (reduce(or_, terms), *common)), row_step))
     return tuple(tilings)
 
 
 def _without_row_classes(pattern: Pattern, by_keys: bool) -> Pattern:
     """The pattern without `~rows(k)` (by keys: `~every(k)`): to leave out whole rows of a tile costs nothing."""
-    first, *others = conjuncts(pattern)
-    return reduce(and_, (x for x in others if not _leaves_out_rows(x, by_keys)), first)
+    first, *conditions = conjuncts(pattern)
+    return reduce(and_, (x for x in conditions if not _leaves_out_rows(x, by_keys)), first)
 
 
 def _leaves_out_rows(condition: Pattern, by_keys: bool) -> bool:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import reference
-from .call import Call, CallFacts, Prepared
+from .call import Call, CallFacts, Prepared, computed_in
 from .merge import merge_sink
 
 CHUNK = 1 << 22  # scores of one head held at a time
@@ -43,7 +43,7 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     16-bit inputs are computed in float32, as the log-sum-exp has that dtype in every backend.
     """
     kind = call.q.device.type  # meta has no autocast to switch off
-    dtype, outs, lses = torch.promote_types(call.q.dtype, torch.float32), [], []
+    dtype, outs, lses = computed_in(call.q.dtype), [], []
     terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "ties": call.ties}
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         q = call.q.to(dtype)
@@ -52,8 +52,8 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
         rows = max(1, CHUNK // max(1, call.m))
         for first in range(0, max(1, call.n), rows):
             chunk = slice(first, first + rows)
-            some = q[..., chunk, :], k, v, _rows(allowed, chunk)
-            result = reference.attend(*some, bias=_rows(bias, chunk), **terms)
+            inputs = q[..., chunk, :], k, v, _rows(allowed, chunk)
+            result = reference.attend(*inputs, bias=_rows(bias, chunk), **terms)
             outs.append(F.dropout(result.weights, call.dropout_p) @ v if call.dropout_p else result.o)
             lses.append(result.lse)
         return torch.cat(outs, -2).to(call.q.dtype), torch.cat(lses, -1)
@@ -64,15 +64,15 @@ def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[T
 
     grads: those of o and of the log-sum-exp.
     """
-    made = attend(call.hide())
-    made = made if call.sink_logits is None else merge_sink(*made, call.sink_logits)
-    results = [(y, dy.to(y.dtype)) for y, dy in zip(made, grads) if dy is not None]
+    results = attend(call.hide())
+    results = results if call.sink_logits is None else merge_sink(*results, call.sink_logits)
+    pairs = [(y, dy.to(y.dtype)) for y, dy in zip(results, grads) if dy is not None]
     inputs = [x for x in (call.q, call.k, call.v, call.bias, call.sink_logits) if isinstance(x, Tensor)]
-    outputs, of_outputs = zip(*results)
-    wanted = [x for x in inputs if x.requires_grad]
-    more = {"create_graph": True, "materialize_grads": True}  # the log-sum-exp alone does not depend on v
-    found = iter(torch.autograd.grad(outputs, wanted, of_outputs, **more))
-    return tuple(next(found) if x.requires_grad else None for x in inputs)
+    outputs, output_grads = zip(*pairs)
+    differentiated = [x for x in inputs if x.requires_grad]
+    options = {"create_graph": True, "materialize_grads": True}  # the log-sum-exp alone does not depend on v
+    input_grads = iter(torch.autograd.grad(outputs, differentiated, output_grads, **options))
+    return tuple(next(input_grads) if x.requires_grad else None for x in inputs)
 
 
 def _rows(x: Tensor | None, chunk: slice) -> Tensor | None:

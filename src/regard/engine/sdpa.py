@@ -20,7 +20,7 @@ from .. import compat, reference
 from ..pattern import causal, full
 from ..position import ByDistance
 from . import reference_backend
-from .call import Call, CallFacts, Prepared, eager, needs_grad, readable, zeros_in
+from .call import Call, CallFacts, Prepared, eager, needs_grad, readable, zero_rows
 from .cpu.kernels import fused_backward, fused_forward
 
 # Seconds per pair: two cores, heads of 64, float32; measured by bench/cpu_patterns.py. Forward, and with backward.
@@ -97,14 +97,14 @@ class Sdpa:
             square = f.n == f.m and isinstance(f.pattern, causal)  # there the future is skipped
             count = (lambda: f.pattern.count(f.n)) if square else (lambda: f.n * f.m)
             is_causal = True if isinstance(f.pattern, causal) and f.n > 1 else False  # noqa: SIM210 — no symbol
-            build = (lambda: _function(f, None, is_causal)) if _direct(f) else None
+            build = (lambda: _direct_function(f, None, is_causal)) if _is_direct(f) else None
             return Prepared(
                 self.name, "dense", count, lambda call: (_attend(call, None, is_causal), None), build
             )
         cached = (
-            _direct(f) and f.n * f.m <= MAX_CACHED_MASK[f.device_type] and not isinstance(f.pattern, full)
+            _is_direct(f) and f.n * f.m <= MAX_CACHED_MASK[f.device_type] and not isinstance(f.pattern, full)
         )
-        build = (lambda: _masked_function(f)) if cached else None
+        build = (lambda: _direct_masked_function(f)) if cached else None
         return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, _masked, build)
 
 
@@ -115,11 +115,11 @@ def _gpu_pair(f: CallFacts, forward: float, both: float) -> tuple[float, float]:
     return (forward, both) if f.d_k <= 128 else (1.3 * forward, 1.9 * both)  # heads of 192
 
 
-def _direct(f: CallFacts) -> bool:
+def _is_direct(f: CallFacts) -> bool:
     return f.only_pattern and not f.observed and f.device_type in MAX_CACHED_MASK
 
 
-def _function(
+def _direct_function(
     f: CallFacts, mask: Tensor | None, is_causal: bool
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """(q, k, v) → o with a mask that is added."""
@@ -150,16 +150,15 @@ def _differentiable(o: Tensor) -> Tensor:
     return o
 
 
-def _masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The same with the mask of a pattern, created once: made from a table of allowed pairs at every call, it would
-    take a tenth of the time."""
+def _direct_masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The same with the mask of a pattern, created once: to make it at every call would take a tenth of the time."""
     device = torch.device(f.device)
     allowed = f.pattern.allowed(f.n, f.m, f.offset, device)
     empty = ~allowed.any(-1, keepdim=True)
     padding = -f.m % 8  # rows that begin at a multiple of 16 bytes: the CUDA kernels would copy others
     mask = torch.zeros(1, 1, f.n, f.m + padding, dtype=f.dtype, device=device)
     mask = mask[..., : f.m].masked_fill_(~(allowed | empty), -inf)
-    return zeros_in(_function(f, mask, False), empty)
+    return zero_rows(_direct_function(f, mask, False), empty)
 
 
 def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
@@ -192,14 +191,14 @@ def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "
     formula = call.dropout_p > 0 or (mask is not None and mask.requires_grad)  # PyTorch takes the formula
     fused = q.is_cpu and needs_grad(q, k, v) and not formula
     if not (fused and eager(q, k, v) and q.numel() and k.numel()):  # data may decide a size in an export
-        more: dict[str, Any] = {"is_causal": is_causal, "scale": call.factor, "enable_gqa": call.grouped}
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": call.factor, "enable_gqa": call.grouped}
         if call.grouped and _repeats(q.device.type, q.dtype, mask is not None and needs_grad(q, k, v)):
             k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
-            more["enable_gqa"] = False
+            options["enable_gqa"] = False
         if (fused and isinstance(call.bias, Tensor)) or compat.needs_formula(mask):  # see _Fused.backward
             with sdpa_kernel(SDPBackend.MATH):
-                return _sdpa(q, k, v, mask, call.dropout_p, **more)
-        o = _sdpa(q, k, v, mask, call.dropout_p, **more)
+                return _sdpa(q, k, v, mask, call.dropout_p, **options)
+        o = _sdpa(q, k, v, mask, call.dropout_p, **options)
         return _differentiable(o) if q.is_cuda and not call.dropout_p and eager(q, k, v) else o
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -inf)
@@ -209,19 +208,14 @@ def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "
 
 
 def _double_backward(
-    grads: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
+    grads: tuple[Tensor | None, ...], output_grads: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
     """A hook after PyTorch's own backward: its gradients as they are, or under create_graph=True by the formula."""
-    if not torch.is_grad_enabled() or given[0] is None or (saved := compat.saved_by_fused_node()) is None:
+    grad = output_grads[0]
+    if grad is None or not torch.is_grad_enabled() or (saved := compat.saved_by_fused_node()) is None:
         return None
-    results = reference_backend.gradients((given[0], None), _as_call(*saved))
+    results = reference_backend.gradients((grad, None), _as_call(*saved))
     return tuple(None if old is None else new for old, new in zip_longest(grads, results[: len(grads)]))
-
-
-def _rounded(lse: Float[Tensor, "b h n"]) -> bool:
-    """Whether exp(score − lse) is no weight: beside a bias of −1e9 in all of a row, ln Σ exp loses the logarithm of
-    their number, and each of m weights is 1, not 1/m."""
-    return bool(lse.abs().amax() * torch.finfo(lse.dtype).eps > MAX_ROUNDING)
 
 
 def _as_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Call:
@@ -242,11 +236,13 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, mask, o, lse = ctx.saved_tensors
         is_causal, scale, biased = ctx.options
-        again = torch.is_grad_enabled()  # create_graph=True: these gradients will be differentiated again
-        if again or (biased and _rounded(lse)):
+        create_graph = torch.is_grad_enabled()  # these gradients will be differentiated again
+        # Beside a bias of −1e9 in all of a row, ln Σ exp loses the logarithm of their number: exp(score − lse) is
+        # then 1 for each of m keys, not the weight 1/m.
+        if create_graph or (biased and lse.abs().amax() * torch.finfo(lse.dtype).eps > MAX_ROUNDING):
             with torch.enable_grad():
                 call = _as_call(q, k, v, mask, is_causal, scale)
                 grads = reference_backend.gradients((grad, None), call)[:3]
-            return *(g if g is None or again else g.detach() for g in grads), None, None, None, None
+            return *(g if g is None or create_graph else g.detach() for g in grads), None, None, None, None
         grads = fused_backward(grad, (q, k, v, o, lse), scale, mask, is_causal)
         return *grads, None, None, None, None

@@ -54,11 +54,11 @@ def layouts(pattern, n, m=None, at=None, tile=8):
     )
 
 
-def calls(pattern, inputs, learns=True, scale=0.4, tile=8):
+def calls(pattern, inputs, grad=True, scale=0.4, tile=8):
     q, k, _ = inputs
     n, m = q.shape[2], k.shape[2]
     return [
-        tiles.TileAttention((one,), scale, (pattern, (m - n, 1)), learns=learns)
+        tiles.TileAttention((one,), scale, (pattern, (m - n, 1)), grad=grad)
         for one in layouts(pattern, n, m, None, tile)
     ]
 
@@ -77,7 +77,7 @@ def check(pattern, inputs, allowed):
     found = calls(pattern, inputs)
     for call in found:
         assert_as_exact(grown(call, inputs), plain, ref)
-    for call in calls(pattern, inputs, learns=False):
+    for call in calls(pattern, inputs, grad=False):
         with torch.no_grad():
             assert_as_exact([call(*inputs)], plain[:1], ref[:1])
     return len(found)

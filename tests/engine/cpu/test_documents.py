@@ -275,9 +275,9 @@ def test_half_types_and_inference():
 
 
 def test_a_function_is_no_document():
-    assert packed.parts(where(torch.ge) & documents(ids_of(3))) is None
-    assert packed.parts(documents(ids_of(3)) | causal()) is None
-    assert packed.parts(causal() & documents(ids_of(3)) & window(2)) is not None
+    assert packed.split(where(torch.ge) & documents(ids_of(3))) is None
+    assert packed.split(documents(ids_of(3)) | causal()) is None
+    assert packed.split(causal() & documents(ids_of(3)) & window(2)) is not None
 
 
 def test_a_tree_beside_more_than_causal_is_not_run_chain_by_chain():

@@ -195,8 +195,8 @@ def test_every_piece_of_every_head_runs_once(monkeypatch):
                 rows = torch.cat([piece.rows_of(every_row).flatten() for piece in pieces])
                 assert len(rows) == heads * len(group.row_numbers) == len(rows.unique())
             for piece in pieces:  # the piece and its view agree
-                own = piece.tiles.rows_of(every_row[piece.heads]).flatten(0, 1)
-                assert torch.equal(piece.rows_of(every_row), own) and len(own) == piece.scores[0]
+                own = piece.subgroup.rows_of(every_row[piece.heads]).flatten(0, 1)
+                assert torch.equal(piece.rows_of(every_row), own) and len(own) == piece.score_shape[0]
             run += len(pieces)
         assert run == len(laid.pieces(heads)) > 0
 
@@ -214,7 +214,7 @@ def test_rows_without_a_mask_are_cut_so_that_few_scores_are_held(monkeypatch):
     monkeypatch.setattr(TileGroup, "fused", False)
     laid = fresh(full(), 3000, 3000)
     assert len(laid.steps) == 1
-    assert max(piece.scores[1] for piece in laid.pieces(2)) * 3000 <= layouts.MAX_SCORES
+    assert max(piece.score_shape[1] for piece in laid.pieces(2)) * 3000 <= layouts.MAX_SCORES
 
 
 def test_plans_of_disjoint_pairs_make_one_layout():

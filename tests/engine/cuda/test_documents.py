@@ -18,7 +18,7 @@ from launch_model import LaunchError, check_backward, check_forward
 from modeled_gpu import Case, counting_gpu, modeled_gpu
 from regard.engine import backends
 from regard.engine.attention import attention, call_of
-from regard.engine.backends import OF_DATA
+from regard.engine.backends import PREPARED_BY_DATA
 from regard.engine.call import CallFacts, Options
 from regard.engine.cuda import call as cuda_call
 from regard.engine.cuda import documents as packed_documents
@@ -562,7 +562,7 @@ def test_tables_that_a_cuda_graph_replays_stay_when_their_ids_are_dropped():
         with mock.patch.object(prepared, "_is_capturing", lambda: True):
             replayed = call(101)
         programs.clear()
-        for cache in (packed_documents._by_tensor, packed_documents._by_contents, OF_DATA):
+        for cache in (packed_documents._by_tensor, packed_documents._by_contents, PREPARED_BY_DATA):
             cache.clear()
         assert dropped() is None and replayed() is not None
 

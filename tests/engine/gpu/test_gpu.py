@@ -16,7 +16,7 @@ import torch
 
 import regard as rg
 from kernel_cases import EVERY_DTYPE, ON_GPU, complaints, outcomes
-from regard.engine.attention import _key
+from regard.engine.attention import _cache_key
 from regard.engine.backends import PREPARED
 from regard.errors import ShapeError
 from regard.pattern import causal, every, neighborhood, rows, window
@@ -238,7 +238,7 @@ def test_a_call_that_names_the_backend_is_looked_up_the_second_time(n):
     PREPARED.clear()
     q, k, v = heads(n)
     first, second = (rg.attention(q, k, v, SPARSE, backend="triton") for _ in range(2))
-    assert _key(q, k, v, SPARSE, (None, None), "triton") in PREPARED
+    assert _cache_key(q, k, v, SPARSE, (None, None), "triton") in PREPARED
     assert torch.equal(first, second)
     assert all(map(torch.equal, gradients(first, (q, k, v)), gradients(second, (q, k, v))))
 

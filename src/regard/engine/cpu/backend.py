@@ -24,14 +24,14 @@ from ...pattern import At, Pattern, full, tree, where
 from ...pattern.one_query import keys_of_query
 from ...position import ByDistance
 from ...reference import softcapped
-from ..call import Call, CallFacts, Outputs, Prepared, needs_grad, zeros_in
+from ..call import Call, CallFacts, Outputs, Prepared, computed_in, needs_grad, visible_ranges, zero_rows
 from ..compiled_ops import sparse_attention
 from ..plan import NoPlan, why_masked
 from . import documents, gathered_layout
 from .kernels import fused_forward, join, max_saved
 from .layout import Layout
 from .strided_layout import concatenated_layouts, layout
-from .tiles import TileAttention, attend, working
+from .tiles import TileAttention, attend
 
 EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
 SAFETY_MARGIN = 0.85  # calls of 512 positions took up to 1.15 times their estimate
@@ -61,8 +61,7 @@ class Tiles:
         if f.row_offsets and (f.observed or f.pattern.has_data or f.bias != "none"):
             return "per-row query offsets (`at` as a tensor) need a pattern without data, no bias and no compiler"
         if f.pattern.has_data:
-            why = _no_documents(f)
-            return None if why is None or isinstance(listed := _listed(f), Prepared) else why or listed
+            return variant if isinstance(variant := _with_data(f), str) else None
         if torch.compiler.is_compiling() or f.unmasked or _is_one_query(f):  # sizes may be symbols
             return None
         return why_masked(*f.place)
@@ -75,23 +74,19 @@ class Tiles:
     def prepare(self, f: CallFacts) -> Prepared:
         """The variant that runs; where several can, the fastest by estimate."""
         if f.pattern.has_data:
-            listed = _listed(f)
-            if isinstance(listed, Prepared) and _no_documents(f) is not None:
-                return listed
-            packed = _safely(_merged(f, PACKED))
-            return packed if isinstance(listed, str) or packed.seconds < listed.seconds else listed
+            variant = _with_data(f)
+            assert isinstance(variant, Prepared), variant
+            return variant
         if _is_one_query(f):
             return _one_query(f)
-        if f.bias == "distance" or f.dropout_p:
-            return _by_distance(f)
-        if torch.compiler.is_compiling():
+        if f.bias == "distance" or f.dropout_p or torch.compiler.is_compiling():
             return _merged(f)
         best = min(variants(f), key=lambda v: v.seconds)
-        return best if best.variant == GATHERED else _safely(best)
+        return best if best.variant == GATHERED else _with_margin(best)
 
 
-def _safely(one: Prepared) -> Prepared:
-    return replace(one, seconds=one.seconds / SAFETY_MARGIN)
+def _with_margin(variant: Prepared) -> Prepared:
+    return replace(variant, seconds=variant.seconds / SAFETY_MARGIN)
 
 
 def variants(f: CallFacts) -> list[Prepared]:
@@ -99,64 +94,74 @@ def variants(f: CallFacts) -> list[Prepared]:
     return [v for v in (_gathered(f), _concatenated(f), _merged(f)) if v is not None]
 
 
-def _no_documents(f: CallFacts) -> str | None:
-    """Why a pattern with data is not run document by document; empty: it has none."""
+def _with_data(f: CallFacts) -> Prepared | str:
+    """The fastest variant for a pattern with data, or why none can run it."""
+    split = documents.split(f.pattern)
+    listed, packed = _listed(f, split), _packed(f, split)
+    if isinstance(packed, str):
+        return listed if isinstance(listed, Prepared) else packed or listed
+    return listed if isinstance(listed, Prepared) and listed.seconds <= packed.seconds else packed
+
+
+def _packed(f: CallFacts, split: documents.Split) -> Prepared | str:
+    """Each document by itself; else why not, or an empty reason if the pattern has no documents."""
     if f.bias != "none":
         return "a bias is added to the scores"
     if f.dropout_p:
         return "it has no dropout with documents"
-    split = documents.parts(f.pattern)
-    if split is not None and f.observed and (isinstance(split[0], tree) or type(split[0].ids) is not Tensor):
-        return "a compiler, a transform or a mode observes the call, and the data of the pattern must be read"
-    if split is None and any(isinstance(leaf, documents.documents | tree) for leaf in f.pattern.leaves()):
-        return f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
     if split is None:
-        return ""
+        reason = f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
+        return reason if any(isinstance(x, documents.documents | tree) for x in f.pattern.leaves()) else ""
+    if f.observed and (isinstance(split[0], tree) or type(split[0].ids) is not Tensor):
+        return "a compiler, a transform or a mode observes the call, and the data of the pattern must be read"
     if f.n == 0 or f.m == 0:
         return "there are no pairs"
-    if torch.compiler.is_compiling():  # the ids are read when the graph runs
-        return None
-    if documents.layouts(f.pattern, f.n, f.m, f.at) is None:
-        many = isinstance(split[0], tree)
-        why = "tree has many branches" if many else "ids of a document do not follow one another"
+    # In a compiled graph the ids are read when it runs.
+    layouts = () if torch.compiler.is_compiling() else documents.layouts(f.pattern, f.n, f.m, f.at)
+    if layouts is None:
+        is_tree = isinstance(split[0], tree)
+        why = "tree has many branches" if is_tree else "ids of a document do not follow one another"
         return f"the {why}, or queries skip some"
-    return None
+    return _with_margin(_merged(f, layouts))
 
 
 # One function per variant: its estimate, and how it is prepared.
 
 
 def _gathered(f: CallFacts) -> Prepared | None:
+    """Not where there is one tile and nothing is differentiated: that is one call of the fused op."""
     if not _plain(f) or f.n * f.m > gathered_layout.MAX_PAIRS:
         return None
-    best = gathered_layout.fastest(f.place, f.flat_heads, (f.d_k + f.d_v) // 2, f.grad)
-    if best is None:
+    shapes = [shape for shape in gathered_layout.shapes(*f.place) if f.grad or shape.tiles > 1]
+    if not shapes:
         return None
-    shape, nanoseconds = best
-    seconds = nanoseconds * 1e-9
+    times = [_gathering_seconds(f, shape) for shape in shapes]
+    seconds, shape = min(zip(times, shapes), key=lambda pair: pair[0])
     return _by_gathering(f, GATHERED, [shape], seconds, lambda: (gathered_layout.gathered(f.place, shape),))
 
 
-def _listed(f: CallFacts) -> Prepared | str:
+def _gathering_seconds(f: CallFacts, shape: gathered_layout.Shape) -> float:
+    return gathered_layout.nanoseconds(shape, f.n, f.flat_heads, (f.d_k + f.d_v) // 2, f.grad) * 1e-9
+
+
+def _listed(f: CallFacts, split: documents.Split) -> Prepared | str:
     """A pattern that data or a grid decide, where few keys are needed by each tile; else why not."""
     if any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
         return f"a function decides {f.pattern!r}, which may give something else at the next call"
-    split, device = documents.parts(f.pattern), f.pattern.device or torch.device("cpu")
-    packed = split is not None and not isinstance(split[0], tree)
-    rows = gathered_layout.DATA_ROWS
-    if packed or f.n < rows or device.type != "cpu" or not _plain(replace(f, pattern=full())):
+    packed, device = split is not None and not isinstance(split[0], tree), f.pattern.device
+    rows, on_cpu = gathered_layout.DATA_ROWS, device is None or device.type == "cpu"
+    if packed or f.n < rows or not on_cpu or not _plain(replace(f, pattern=full())):
         return f"keys by data or a grid are gathered from {rows} queries on, in 32 or 64 bits, without other terms"
     f.pattern.check_data(f.m)
-    tiles = gathered_layout.gathered_by_rows(f.place)
-    shapes = [one.shape for one in tiles or ()]
+    gatherings = gathered_layout.gathered_by_rows(f.place)
+    shapes = [gathering.shape for gathering in gatherings or ()]
     pairs = sum(shape.pairs for shape in shapes)
-    if tiles is None or 2 * pairs > f.n * f.m:
-        varies = "its data differ by batch row or head, or allow too many pairs to gather keys"
-        return f"each {rows} neighboring queries need most of the keys" if tiles else varies
-    count, width = sum(shape.tiles for shape in shapes), (f.d_k + f.d_v) // 2
-    mean = shapes[0]._replace(tiles=count, keys=-(-pairs // (count * shapes[0].rows)))
-    nanoseconds = gathered_layout.nanoseconds(mean, f.n, f.flat_heads, width, f.grad)
-    return _by_gathering(f, LISTED, shapes, nanoseconds * 1e-9, lambda: tiles)
+    if gatherings is None or 2 * pairs > f.n * f.m:
+        too_many = "its data differ by batch row or head, or allow too many pairs to gather keys"
+        return f"each {rows} neighboring queries need most of the keys" if gatherings else too_many
+    count = sum(shape.tiles for shape in shapes)
+    average = shapes[0]._replace(tiles=count, keys=-(-pairs // (count * shapes[0].rows)))
+    return _by_gathering(f, LISTED, shapes, _gathering_seconds(f, average), lambda: gatherings)
 
 
 def _by_gathering(
@@ -164,19 +169,19 @@ def _by_gathering(
     name: str,
     shapes: list[gathered_layout.Shape],
     seconds: float,
-    tiles: Callable[[], tuple[gathered_layout.Gathering, ...]],
+    gather: Callable[[], tuple[gathered_layout.Gathering, ...]],
 ) -> Prepared:
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        found = tiles()
-        layout = gathered_layout.GatheredLayout(found, *f.like())
-        some = torch.zeros(f.n, dtype=torch.bool, device="cpu")
-        for one in found:
-            some[one.rows] = one.table.any(-1)
-        return zeros_in(_function(f, layout), ~some[:, None])
+        gatherings = gather()
+        layout = gathered_layout.GatheredLayout(gatherings, *f.like())
+        has_key = torch.zeros(f.n, dtype=torch.bool, device="cpu")
+        for gathering in gatherings:
+            has_key[gathering.rows] = gathering.table.any(-1)
+        return zero_rows(_tile_function(f, layout), ~has_key[:, None])
 
     count, keys = sum(shape.tiles for shape in shapes), sorted({shape.keys for shape in shapes})
-    many = f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else keys[0]
-    note = f"{count} × {shapes[0].rows} queries, each time over the {many} keys gathered for them"
+    key_range = f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else keys[0]
+    note = f"{count} × {shapes[0].rows} queries, each time over the {key_range} keys gathered for them"
     pairs = sum(shape.pairs for shape in shapes)
     return Prepared("tiles", name, lambda: pairs, None, build, note, seconds=seconds)
 
@@ -184,15 +189,15 @@ def _by_gathering(
 def _concatenated(f: CallFacts) -> Prepared | None:
     if not _plain(f):
         return None
-    saved = max_saved(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v))
-    times = [(one.nanoseconds(f.flat_heads, f.grad, saved), one) for one in concatenated_layouts(*f.place)]
-    if not times:
+    layouts = concatenated_layouts(*f.place)
+    if not layouts:
         return None
-    nanoseconds, groups = min(times, key=lambda pair: pair[0])
-    rows = max(group.rows for group in groups.groups)
-    note = f"tiles of {rows} queries, all keys of a tile in one softmax"
-    how = lambda: groups.computed, None, lambda: _function(f, groups), note
-    return Prepared("tiles", CONCATENATED, *how, seconds=nanoseconds * 1e-9)
+    saved = max_saved(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v))
+    times = [layout.nanoseconds(f.flat_heads, f.grad, saved) * 1e-9 for layout in layouts]
+    seconds, fastest = min(zip(times, layouts), key=lambda pair: pair[0])
+    note = f"tiles of {max(x.rows for x in fastest.groups)} queries, all keys of a tile in one softmax"
+    count, build = lambda: fastest.computed, lambda: _tile_function(f, fastest)
+    return Prepared("tiles", CONCATENATED, count, None, build, note, seconds=seconds)
 
 
 def _plain(f: CallFacts) -> bool:
@@ -201,35 +206,22 @@ def _plain(f: CallFacts) -> bool:
     return f.only_pattern and not f.observed and exact and f.pairs > 0
 
 
-def _function(f: CallFacts, layout: Any) -> TileAttention:
-    return TileAttention((layout,), f.factor, (f.pattern, f.offset), learns=f.grad)
+def _tile_function(f: CallFacts, layout: Any) -> TileAttention:
+    return TileAttention((layout,), f.factor, (f.pattern, f.offset), grad=f.grad)
 
 
-def _merged(f: CallFacts, name: str = MERGED) -> Prepared:
-    rows = () if torch.compiler.is_compiling() else _layouts(f)
-    return _with_lse(f, name, sum(x.nanoseconds(f.flat_heads // len(rows), f.grad) for x in rows) * 1e-9)
-
-
-def _by_distance(f: CallFacts) -> Prepared:
+def _merged(f: CallFacts, layouts: tuple[Layout, ...] | None = None) -> Prepared:
+    """By merged layouts: with bias and dropout, lengths, the log-sum-exp. layouts: of documents."""
     if f.bias == "distance" and (f.bias_grad or not f.dropout_p):
         call = 0.0 if f.bias_grad else BIAS_CALL_GRAD if f.grad else BIAS_CALL
         seconds = f.pairs * (BIAS_GRAD if f.grad or f.bias_grad else BIAS) + call
     else:
-        seconds = DROPOUT * _merged(f).seconds
-    return _with_lse(f, BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT, seconds)
-
-
-def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
-    """Merged layouts: one for all batch rows, or one each. at: of the call."""
-    if f.pattern.has_data:
-        return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
-    if isinstance(at, Tensor):
-        return tuple(layout(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
-    return (layout(*f.place),)
-
-
-def _with_lse(f: CallFacts, name: str, seconds: float) -> Prepared:
-    """By merged layouts: with bias and dropout, lengths, the log-sum-exp."""
+        if layouts is None:
+            layouts = () if torch.compiler.is_compiling() else _layouts(f)
+        seconds = sum(x.nanoseconds(f.flat_heads // len(layouts), f.grad) for x in layouts) * 1e-9
+        seconds *= DROPOUT if f.dropout_p else 1.0
+    without_terms = PACKED if f.pattern.has_data else MERGED
+    name = BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT if f.dropout_p else without_terms
 
     def run(call: Call) -> Outputs:
         if f.observed:
@@ -243,6 +235,15 @@ def _with_lse(f: CallFacts, name: str, seconds: float) -> Prepared:
             return attend(call.q, call.k, call.v, tiles, call.bias)
 
     return Prepared("tiles", name, lambda: sum(x.computed for x in _layouts(f)), run, seconds=seconds)
+
+
+def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
+    """Merged layouts: one for all batch rows, or one each. at: of the call."""
+    if f.pattern.has_data:
+        return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
+    if isinstance(at, Tensor):
+        return tuple(layout(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
+    return (layout(*f.place),)
 
 
 # One query: decoding costs the keys of the pattern, however long the cache is.
@@ -259,18 +260,18 @@ def _is_one_query(f: CallFacts) -> bool:
 
 
 def _one_query(f: CallFacts) -> Prepared:
-    parts, rows = _keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.lengths else 1
-    count, numbers = sum(size for _, size in parts), f.batch * f.kv_heads * (f.d_k + f.d_v)
-    seconds = rows * (QUERY_CALL + len(parts) * QUERY_PART) + numbers * count * QUERY_NUMBER
+    keys, rows = _visible_keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.lengths else 1
+    key_count, numbers_per_key = sum(size for _, size in keys), f.batch * f.kv_heads * (f.d_k + f.d_v)
+    seconds = rows * (QUERY_CALL + len(keys) * QUERY_PART) + numbers_per_key * key_count * QUERY_NUMBER
     if f.grad:  # the gradient of each part is a tensor as long as the cache
-        seconds = 3 * seconds + len(parts) * numbers * f.m * QUERY_NUMBER
+        seconds = 3 * seconds + len(keys) * numbers_per_key * f.m * QUERY_NUMBER
     direct = _plain(f) and not f.grad
-    build = (lambda: lambda q, k, v: _fused(q, k, v, parts, f.factor)[0]) if direct else None
-    how = lambda: count, lambda call: _attend_one_query(call, f.offset[0]), build
-    return Prepared("tiles", ONE_QUERY, *how, seconds=seconds)
+    build = (lambda: lambda q, k, v: _fused_one_query(q, k, v, keys, f.factor)[0]) if direct else None
+    run = lambda call: _attend_one_query(call, f.offset[0])  # noqa: E731
+    return Prepared("tiles", ONE_QUERY, lambda: key_count, run, build, seconds=seconds)
 
 
-def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
+def _visible_keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
     """The keys of one query among low … high − 1: progressions, or of a partial one the keys that are allowed."""
     parts: Keys = []
     for first, step, count, complete in keys_of_query(pattern, position):
@@ -286,18 +287,18 @@ def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
 
 def _attend_one_query(call: Call, position: int) -> Outputs:
     """o and lse by operations that PyTorch differentiates; each batch row by itself where their keys differ."""
-    limits, b = call.lengths, len(call.q)
+    b = len(call.q)
     with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
-        if limits is None and not isinstance(call.at, Tensor):
-            return _products(call, slice(None), position, [call.m])
+        if call.lengths is None and not isinstance(call.at, Tensor):
+            return _attend_rows(call, slice(None), position, (0, call.m))
         at = call.at.tolist() if isinstance(call.at, Tensor) else [position] * b
-        ends = [[call.m]] * b if limits is None else limits.view(b, -1).tolist()
-        rows = [_products(call, slice(r, r + 1), *of_row) for r, of_row in enumerate(zip(at, ends))]
+        positions_and_limits = enumerate(zip(at, visible_ranges(call.lengths, b, call.m)))
+        rows = [_attend_rows(call, slice(r, r + 1), *of_row) for r, of_row in positions_and_limits]
     o, lse = (torch.cat(x) for x in zip(*rows))
     return o, lse
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float) -> tuple[Tensor, Tensor]:
+def _fused_one_query(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float) -> tuple[Tensor, Tensor]:
     """o and lse by the fused op, in few steps: Python takes most of the time of one query."""
     b, h, _, d = q.shape
     q = q.reshape(b, k.shape[1], -1, d)
@@ -308,14 +309,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float) -> tuple[T
     return o.reshape(b, h, 1, -1), lse.reshape(b, h, 1)
 
 
-def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tuple[Tensor, Tensor]:
-    """limits: the first visible key unless it is 0, and the end."""
-    q, k, v, dtype = call.q[rows], call.k[rows], call.v[rows], working(call.q.dtype)
+def _attend_rows(call: Call, rows: slice, position: int, limits: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """limits: the first visible key, and the end."""
+    q, k, v, dtype = call.q[rows], call.k[rows], call.v[rows], computed_in(call.q.dtype)
     (b, h, _, d_k), kv_heads = q.shape, k.shape[1]
-    q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _keys(call.pattern, position, *([0, *limits])[-2:])
-    plain = call.bias is call.softcap is None and not call.dropout_p and dtype == call.q.dtype
-    if plain and keys[0][1] and not needs_grad(q, k, v):  # the fused op takes fewer steps
-        return _fused(call.q[rows], k, v, keys, call.factor)
+    q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _visible_keys(call.pattern, position, *limits)
+    no_terms = call.bias is call.softcap is None and not call.dropout_p and dtype == call.q.dtype
+    if no_terms and keys[0][1] and not needs_grad(q, k, v):  # the fused op takes fewer steps
+        return _fused_one_query(call.q[rows], k, v, keys, call.factor)
     parts, sizes = zip(*keys)
     products = [q @ k[:, :, part].to(dtype).mT for part in parts]
     s = softcapped(call.factor * torch.cat(products, -1), call.softcap)

@@ -30,122 +30,130 @@ MAX_RECTANGLES = 256  # rectangles of a tree: one with more is faster by gathere
 MAX_TILE = 512  # a longer document is planned, as it would be alone; a shorter one is one tile, masked
 # Positions of a causal document that is divided: there the fused op takes up to a fifth less.
 HALVED = range(384, 640)
+Split = tuple[documents | tree, Pattern] | None
 
 
-def parts(pattern: Pattern) -> tuple[documents | tree, Pattern] | None:
-    """`documents(ids) & rest`, where rest is the same wherever a document begins, or a tree; else None."""
+def split(pattern: Pattern) -> Split:
+    """(documents(ids), inner) of `documents(ids) & inner`, where inner is the same wherever a document begins;
+    (tree, full()) of a tree; else None."""
     factors = conjuncts(pattern)
     words = [f for f in factors if isinstance(f, documents | tree)]
-    rest = [f for f in factors if not isinstance(f, documents | tree)]
-    if len(words) != 1 or any(f.shift_period != 1 for f in rest):  # a document may begin anywhere
+    others = [f for f in factors if not isinstance(f, documents | tree)]
+    if len(words) != 1 or any(f.shift_period != 1 for f in others):  # a document may begin anywhere
         return None
     if isinstance(words[0], tree):  # whose pairs are all causal
-        return (words[0], full()) if all(isinstance(f, causal | full) for f in rest) else None
-    return words[0], reduce(and_, rest) if rest else full()
+        return (words[0], full()) if all(isinstance(f, causal | full) for f in others) else None
+    return words[0], reduce(and_, others) if others else full()
 
 
 def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ...] | None:
     """One for all batch rows, or one each; None where documents are not contiguous, or a tree has many branches."""
-    split = parts(pattern)
-    if split is None or split[0].device.type != "cpu":
+    word_and_inner = split(pattern)
+    if word_and_inner is None or word_and_inner[0].device.type != "cpu":
         return None
-    word, rest = split
+    word, inner = word_and_inner
     word.fits(m)
     start, step = query_offset(pattern, n, m, at)
-    data, beside = (word.parents, None) if isinstance(word, tree) else (word.ids, rest)
-    return layouts_of_ids(data, beside, n, start) if step == 1 else None
+    if step != 1:
+        return None
+    if isinstance(word, tree):
+        return layouts_of_ids(word.parents, None, n, start)
+    return layouts_of_ids(word.ids, inner, n, start)
 
 
-def layouts_of_ids(ids: Tensor, rest: Pattern | None, n: int, start: int) -> tuple[Layout, ...] | None:
-    """Cached by the contents, which may be another tensor at every call. rest: None if these are parents."""
+def layouts_of_ids(ids: Tensor, inner: Pattern | None, n: int, start: int) -> tuple[Layout, ...] | None:
+    """Cached by the contents, which may be another tensor at every call. inner: the pattern within a document; None
+    if these are the parents of a tree."""
     data = np.from_dlpack(ids)  # numpy() fails inside torch.func.grad
-    return _layouts(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
+    return _layouts(data.tobytes(), data.dtype.str, data.shape, inner, n, start)
 
 
 @lru_cache(maxsize=MAX_CACHED)
 def _layouts(
-    data: bytes, dtype: str, shape: tuple[int, ...], rest: Pattern | None, n: int, start: int
+    data: bytes, dtype: str, shape: tuple[int, ...], inner: Pattern | None, n: int, start: int
 ) -> tuple[Layout, ...] | None:
     m = shape[-1]
     rows = np.frombuffer(data, dtype=dtype).reshape(-1, m)
-    if rest is None:
-        trees = [_of_tree(row.tolist(), n, start) for row in rows]
+    if inner is None:
+        trees = [_tree_groups(row.tolist(), n, start) for row in rows]
         return None if None in trees else tuple(Layout(n, m, start, 1, x or ()) for x in trees)
     all_spans = [spans(row) for row in rows]
     if not all(all_spans):
         return None
     with compat.without_dispatch_modes():  # FakeTensorMode would leave its own tensors in the cache
         words = [documents(torch.from_numpy(row)) for row in rows.copy()]
-    found = zip(all_spans, words)
-    each = (tuple(_groups(_documents(of_row or [], n, start), word, rest)) for of_row, word in found)
-    return tuple(Layout(n, m, start, 1, groups) for groups in each)
+    tiles = (_document_tiles(row_spans or [], n, start) for row_spans in all_spans)
+    groups = (_groups(row_tiles, word, inner) for row_tiles, word in zip(tiles, words))
+    return tuple(Layout(n, m, start, 1, tuple(row_groups)) for row_groups in groups)
 
 
-def _documents(of_row: list[tuple[int, int]], n: int, start: int) -> Iterator[TileGroup]:
+def _document_tiles(row_spans: list[tuple[int, int]], n: int, start: int) -> Iterator[TileGroup]:
     """A tile of each document without a mask. Those without a query are left out; a query past the last document has
     no allowed key."""
-    for a, b in of_row:
-        row, end = max(a - start, 0), min(b - start, n)
+    for first, stop in row_spans:
+        row, end = max(first - start, 0), min(stop - start, n)
         if row < end:
-            rows, keys = end - row, b - a
-            yield TileGroup(1, row, rows, 1, rows, a, keys, 1, keys, None, start, 1)
+            rows, keys = end - row, stop - first
+            yield TileGroup(1, row, rows, 1, rows, first, keys, 1, keys, None, start, 1)
 
 
-def _shape(one: TileGroup) -> tuple[int, int]:
-    return one.rows, one.keys
+def _shape(tile: TileGroup) -> tuple[int, int]:
+    return tile.rows, tile.keys
 
 
-def _groups(each: Iterator[TileGroup], by_ids: documents, rest: Pattern) -> Iterator[TileGroup]:
+def _groups(tiles: Iterator[TileGroup], word: documents, inner: Pattern) -> Iterator[TileGroup]:
+    """Neighbors of one length as a group; short documents of different lengths in one tile."""
     waiting: list[TileGroup] = []  # short ones, which will share a tile
-    for (_, keys), equal in groupby(each, key=_shape):
-        same = list(equal)
-        if sum(one.keys for one in waiting) + len(same) * keys > MAX_SHARED:
-            yield from _shared_tile(waiting, by_ids, rest)
+    for (_, keys), run in groupby(tiles, key=_shape):
+        equal = list(run)
+        if sum(tile.keys for tile in waiting) + len(equal) * keys > MAX_SHARED:
+            yield from _shared_tile(waiting, word, inner)
             waiting = []
-        if len(same) * keys > MAX_SHARED:
-            yield from _own_tiles(replace(same[0], tiles=len(same)), rest)
+        if len(equal) * keys > MAX_SHARED:
+            yield from _own_tiles(replace(equal[0], tiles=len(equal)), inner)
         else:
-            waiting += same
-    yield from _shared_tile(waiting, by_ids, rest)
+            waiting += equal
+    yield from _shared_tile(waiting, word, inner)
 
 
-def _shared_tile(short: list[TileGroup], by_ids: documents, rest: Pattern) -> Iterator[TileGroup]:
+def _shared_tile(short: list[TileGroup], word: documents, inner: Pattern) -> Iterator[TileGroup]:
     if len(short) == 1:
-        yield from _own_tiles(short[0], rest)
+        yield from _own_tiles(short[0], inner)
     elif short:
         first, last = short[0], short[-1]
         rows, keys = last.row + last.rows - first.row, last.key + last.keys - first.key
-        yield replace(first, row_shift=rows, rows=rows, key_shift=keys, keys=keys, masked_by=by_ids & rest)
+        yield replace(first, row_shift=rows, rows=rows, key_shift=keys, keys=keys, masked_by=word & inner)
 
 
-def _of_tree(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...] | None:
+def _tree_groups(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...] | None:
     """Triangles, and rectangles over the keys above; None where these are too many."""
-    own, above = [], []
+    chain_tiles, above = [], []
     for first, end, runs in chains(parents, range(start, start + n), MAX_RECTANGLES):
-        for one in _documents([(first, end)], n, start):
-            own.append(one)
-            above += [replace(one, key=key, key_shift=stop - key, keys=stop - key) for key, stop in runs]
+        for tile in _document_tiles([(first, end)], n, start):
+            chain_tiles.append(tile)
+            above += [replace(tile, key=key, key_shift=stop - key, keys=stop - key) for key, stop in runs]
         if len(above) > MAX_RECTANGLES:
             return None
-    above.sort(key=lambda one: (one.key, one.keys, one.row))
-    equal = (list(same) for _, same in groupby(own, key=_shape))
-    triangles = (part for same in equal for part in _causal_tiles(replace(same[0], tiles=len(same))))
+    above.sort(key=lambda tile: (tile.key, tile.keys, tile.row))
+    same_shape = (list(run) for _, run in groupby(chain_tiles, key=_shape))
+    groups = (replace(equal[0], tiles=len(equal)) for equal in same_shape)
+    triangles = (triangle for group in groups for triangle in _causal_tiles(group))
     return *triangles, *with_joined_rows(above)
 
 
-def _own_tiles(equal: TileGroup, rest: Pattern) -> Iterator[TileGroup]:
+def _own_tiles(equal: TileGroup, inner: Pattern) -> Iterator[TileGroup]:
     """Documents of one length that follow one another."""
-    if isinstance(rest, causal):
+    if isinstance(inner, causal):
         yield from _causal_tiles(equal)
-    elif isinstance(rest, full):
+    elif isinstance(inner, full):
         yield equal
     elif equal.rows * equal.keys <= MAX_TILE**2:
-        yield replace(equal, masked_by=rest)
+        yield replace(equal, masked_by=inner)
     else:
-        alone = layout(rest, equal.rows, equal.keys, equal.start + equal.row - equal.key, 1)
-        for one in map(equal.tile, range(equal.tiles)):
+        alone = layout(inner, equal.rows, equal.keys, equal.start + equal.row - equal.key, 1)
+        for tile in map(equal.tile, range(equal.tiles)):
             for group in alone.groups:
-                yield replace(group, row=group.row + one.row, key=group.key + one.key, start=one.start)
+                yield replace(group, row=group.row + tile.row, key=group.key + tile.key, start=tile.start)
 
 
 def _causal_tiles(equal: TileGroup) -> Iterator[TileGroup]:

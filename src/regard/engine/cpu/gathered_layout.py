@@ -29,13 +29,14 @@ DATA_ROWS = 64  # queries of a tile where data decide
 MAX_DATA_PAIRS = 1 << 28  # pairs that are enumerated for it; those of all blocks may be 64 × as many
 DATA_SIZES = 8  # different numbers of keys that such tiles may have: those of one number are computed at once
 MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
-NEAR = 1 << 18  # numbers of the queries of all heads up to which rows that are apart come from the L2 cache
+MAX_L2_NUMBERS = 1 << 18  # numbers of all queries that the L2 cache holds, also where their rows are apart
 
 
 class Shape(NamedTuple):
-    """`tiles` tiles of `rows` queries, `hop` apart within a tile as far as that goes, over `keys` keys each."""
+    """`tiles` tiles of `rows` queries over `keys` keys each. The queries of a tile are `row_step` apart; where one
+    residue class ends within a tile, the next one follows."""
 
-    hop: int
+    row_step: int
     tiles: int
     rows: int
     keys: int
@@ -45,62 +46,52 @@ class Shape(NamedTuple):
         return self.tiles * self.rows * self.keys
 
 
-def fastest(place: Place, heads: int, d: int, grad: bool) -> tuple[Shape, float] | None:
-    """The fastest shape for a call with heads d wide, and its nanoseconds.
-
-    None where there is one tile and nothing is differentiated: that is one call of the fused op.
-    """
-    candidates = [shape for shape in shapes(*place) if grad or shape.tiles > 1]
-    times = [(shape, nanoseconds(shape, place[1], heads, d, grad)) for shape in candidates]
-    return min(times, key=lambda pair: pair[1], default=None)
-
-
 def nanoseconds(shape: Shape, n: int, heads: int, d: int, grad: bool) -> float:
     """An estimate on two cores: pairs, queries, tiles, the rows that are copied, the call itself."""
-    hop, tiles, rows, keys = shape
+    row_step, tiles, rows, keys = shape
     copied = (6 if grad else 2) * tiles * keys * (tiles > 1)
-    copied += (5 if grad else 2) * n * (hop > 1 or tiles * rows > n)
+    copied += (5 if grad else 2) * n * (row_step > 1 or tiles * rows > n)
     pair, query, tile, call = (5.5, 0.0, 0.0, 6e5) if grad else (2.0, 50.0, 1.5e3, 5e4)
     pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
     pair *= 1.3 if grad and heads * shape.pairs > SAVED_WEIGHTS[0] else 1.0  # some are computed a second time
     width = d / 64
-    row = (75.0 if hop > 1 and heads * n * d > NEAR else 25.0) * width
+    row = (75.0 if row_step > 1 and heads * n * d > MAX_L2_NUMBERS else 25.0) * width
     per_head = shape.pairs * pair * (0.3 + 0.7 * width) + n * query + tiles * tile + copied * row
     return heads * per_head + call
 
 
 @lru_cache(maxsize=256)
 def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Shape, ...]:
-    """Divisions of the queries into tiles: neighbors, or those of the same residues mod hop."""
+    """Divisions of the queries into tiles: neighbors, or those of the same residues mod row_step."""
     allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
     candidates = []
-    for hop in row_steps(pattern, step, by_keys=False):
-        if hop > 1 and hop >= n:
+    for row_step in row_steps(pattern, step, by_keys=False):
+        if row_step > 1 and row_step >= n:
             break
-        order, tiles = _order(n, hop), 1
+        order, tiles = _order(n, row_step), 1
         while tiles == 1 or n >= MIN_ROWS * tiles:
             rows = -(-n // tiles)
-            needed = allowed[_filled(order, tiles * rows)].view(tiles, rows, m).any(1)
+            needed = allowed[_padded(order, tiles * rows)].view(tiles, rows, m).any(1)
             keys = max(-(-int(needed.sum(1).max()) // KEY_MULTIPLE), 1) * KEY_MULTIPLE
-            candidates.append(Shape(hop, tiles, rows, min(keys, m)))
+            candidates.append(Shape(row_step, tiles, rows, min(keys, m)))
             tiles *= 2
     return tuple(candidates)
 
 
 class Gathering(NamedTuple):
-    """The queries and keys of tiles that have as many keys."""
+    """The queries and keys of tiles that all have the same number of keys."""
 
-    rows: Int[Tensor, "t r"]  # the last one repeated, to fill the last tile
-    keys: Int[Tensor, "t l"]  # those that no row attends to fill up
+    rows: Int[Tensor, "t r"]  # the last query is repeated to fill the last tile
+    keys: Int[Tensor, "t l"]  # with padding, to which no row attends
     table: Bool[Tensor, "t r l"]
 
     @classmethod
     def of(cls, rows: Int[Tensor, "t r"], tiles: list[tuple[Tensor, Tensor]], size: int) -> "Gathering":
-        """tiles: some keys of each, and its table of allowed pairs with these. Key 0 fills up; the table hides it."""
+        """tiles: the keys of each, and its table of allowed pairs. Key 0 is the padding, which the table hides."""
         keys = torch.zeros(len(tiles), size, dtype=torch.long, device="cpu")
         pairs = torch.zeros(*rows.shape, size, dtype=torch.bool, device="cpu")
-        for t, (some, table) in enumerate(tiles):
-            keys[t, : len(some)], pairs[t, :, : len(some)] = some, table
+        for t, (tile_keys, table) in enumerate(tiles):
+            keys[t, : len(tile_keys)], pairs[t, :, : len(tile_keys)] = tile_keys, table
         return cls(rows, keys, pairs)
 
     @property
@@ -110,12 +101,12 @@ class Gathering(NamedTuple):
 
 def gathered(place: Place, shape: Shape) -> Gathering:
     """The tiles of this shape."""
-    (hop, count, r, l), (pattern, n, m, start, step) = shape, place
+    (row_step, count, r, l), (pattern, n, m, start, step) = shape, place
     allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
-    rows = _filled(_order(n, hop), count * r).view(count, r)
+    rows = _padded(_order(n, row_step), count * r).view(count, r)
     tables = allowed[rows]
-    some = [torch.arange(m, device="cpu") if l == m else table.any(0).nonzero().view(-1) for table in tables]
-    return Gathering.of(rows, [(keys, table[:, keys]) for keys, table in zip(some, tables)], l)
+    keys = [torch.arange(m, device="cpu") if l == m else table.any(0).nonzero().view(-1) for table in tables]
+    return Gathering.of(rows, [(j, table[:, j]) for j, table in zip(keys, tables)], l)
 
 
 def gathered_by_rows(place: Place) -> tuple[Gathering, ...] | None:
@@ -133,33 +124,30 @@ def _gathered_by_rows(place: Place, versions: tuple[int | None, ...]) -> tuple[G
     pattern, n, m, start, step = place
     if pattern.data_shape != (1, 1) or n * m > 64 * MAX_DATA_PAIRS:
         return None
-    order = _blocks(pattern, n) if (start, step) == (0, 1) else torch.arange(n, device="cpu")
-    rows = _filled(order, -(-n // DATA_ROWS) * DATA_ROWS).view(-1, DATA_ROWS)
+    # Queries of one block of a grid follow one another, as they have most keys in common.
+    grids = [leaf for leaf in pattern.leaves() if isinstance(leaf, neighborhood) and leaf.size == n]
+    by_blocks = grids and (start, step) == (0, 1)
+    order = grids[0].by_blocks(DATA_ROWS) if by_blocks else torch.arange(n, device="cpu")
+    rows = _padded(order, -(-n // DATA_ROWS) * DATA_ROWS).view(-1, DATA_ROWS)
     i, tiles = start + step * torch.arange(n, device="cpu"), []
     empty = BlockGrid(i[None], m, step).classify(pattern).none[0]
     blocks = [~empty[tile // BLOCK].all(0) for tile in rows]
-    if sum(int(some.sum()) for some in blocks) * BLOCK * DATA_ROWS > MAX_DATA_PAIRS:
+    if sum(int(visited.sum()) for visited in blocks) * BLOCK * DATA_ROWS > MAX_DATA_PAIRS:
         return None
-    for tile, near in zip(rows, blocks):
-        j = near.repeat_interleave(BLOCK)[:m].nonzero().view(-1)
+    for tile, visited in zip(rows, blocks):
+        j = visited.repeat_interleave(BLOCK)[:m].nonzero().view(-1)
         table = torch.as_tensor(pattern.allows(i[tile][:, None], j), device="cpu")
         table = table.broadcast_to(1, 1, DATA_ROWS, len(j))[0, 0]
-        some = table.any(0).nonzero().view(-1)
-        tiles.append((j[some], table[:, some]))
-    counts = torch.tensor([max(len(some), 1) for some, _ in tiles], device="cpu")
-    apart = -(-int(counts.max()) // (DATA_SIZES * KEY_MULTIPLE)) * KEY_MULTIPLE
-    sizes = (-(-counts // apart) * apart).clamp_max(m)
-    made = []
+        tile_keys = table.any(0).nonzero().view(-1)
+        tiles.append((j[tile_keys], table[:, tile_keys]))
+    counts = torch.tensor([max(len(tile_keys), 1) for tile_keys, _ in tiles], device="cpu")
+    size_step = -(-int(counts.max()) // (DATA_SIZES * KEY_MULTIPLE)) * KEY_MULTIPLE
+    sizes = (-(-counts // size_step) * size_step).clamp_max(m)
+    gatherings = []
     for size in sizes.unique().tolist():
-        these = (sizes == size).nonzero().view(-1)
-        made.append(Gathering.of(rows[these], [tiles[t] for t in these.tolist()], size))
-    return tuple(made)
-
-
-def _blocks(pattern: Pattern, n: int) -> Int[Tensor, " n"]:
-    """All queries; those of one block of a grid one after the other, as they have most keys in common."""
-    grids = [leaf for leaf in pattern.leaves() if isinstance(leaf, neighborhood) and leaf.size == n]
-    return grids[0].by_blocks(DATA_ROWS) if grids else torch.arange(n, device="cpu")
+        of_size = (sizes == size).nonzero().view(-1)
+        gatherings.append(Gathering.of(rows[of_size], [tiles[t] for t in of_size.tolist()], size))
+    return tuple(gatherings)
 
 
 class GatheredLayout:
@@ -168,12 +156,12 @@ class GatheredLayout:
     concatenated = overwrites = True
     fused: tuple = ()
 
-    def __init__(self, tiles: Sequence[Gathering], q: Tensor, k: Tensor, v: Tensor):
-        n, m, pairs = q.shape[2], k.shape[2], sum(one.table.numel() for one in tiles)
+    def __init__(self, gatherings: Sequence[Gathering], q: Tensor, k: Tensor, v: Tensor):
+        n, m, pairs = q.shape[2], k.shape[2], sum(gathering.table.numel() for gathering in gatherings)
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
         chunk = min(max(MAX_SCORES // (pairs * group), 1) * group, heads)
         counts = [min(chunk, heads - first) for first in range(0, heads, chunk)]
-        tables = {count: _pieces(tiles, n, m, count, group, q.dtype) for count in set(counts)}
+        tables = {count: _pieces(gatherings, n, m, count, group, q.dtype) for count in set(counts)}
         self._pieces = tables[chunk]
         if len(counts) > 1:
             self._pieces = []
@@ -188,19 +176,20 @@ class GatheredLayout:
 
 @dataclass(frozen=True, eq=False)
 class GatheredPiece:
-    """The tiles of some heads that have as many keys; queries and keys are copied into buffers unless they are in
-    order already. Tiles with other numbers of keys are in pieces before and after it, of which the last sums up."""
+    """The tiles of some heads that have one number of keys. Queries and keys are copied into buffers unless they are
+    in order already. Tiles with other numbers of keys are other pieces; the last one adds up the results of all."""
 
-    scores: tuple[int, int, int]  # tiles of all its heads, rows, keys
+    score_shape: tuple[int, int, int]  # tiles of all its heads, rows, keys
     masks: Float[Tensor, "t r l"]  # 0 or −∞; a row without pairs has zeros
-    index: Int[Tensor, " keys"] | None  # which rows of (key heads · m, d) the tiles hold; None: all, in order
-    rows: Int[Tensor, " rows"] | None  # rows of (heads · n, d) in the tiles; None: all, in order
-    filled: Int[Tensor, " some"] | None  # which of these fill up the last tile of a head
-    place: Int[Tensor, " n"] | None  # of each query among the rows of all its tiles, whatever their keys
-    copies: Int[Tensor, " copies"]  # of the keys of all these tiles, those of key 0, of key 1, …
-    first: Int[Tensor, " m"]  # where in `copies` those of each key begin
-    before: tuple[int, int]  # rows, and keys, of the pieces before it
-    total: tuple[int, int]  # rows, and keys, of all of them
+    # The rows of (key heads · m, d), and of (heads · n, d), that the tiles have; None: all, in order.
+    key_index: Int[Tensor, " keys"] | None
+    row_index: Int[Tensor, " rows"] | None
+    padding_rows: Int[Tensor, " padding"] | None  # the rows that only fill the last tile of a head
+    row_of_query: Int[Tensor, " n"] | None  # the row of each query among those of all pieces
+    copies: Int[Tensor, " copies"]  # among the keys of all pieces, the copies of key 0, then of key 1, …
+    first_copy: Int[Tensor, " m"]  # where in `copies` those of each key begin
+    offsets: tuple[int, int]  # the number of rows, and of keys, in the pieces before it
+    totals: tuple[int, int]  # the number of rows, and of keys, in all pieces
     of_rows: slice | None = None  # its part of (all heads · n, d); None: it has all heads
     of_keys: slice | None = None  # its part of (all key heads · m, d)
 
@@ -215,27 +204,27 @@ class GatheredPiece:
 
     def load_rows(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """The queries of each tile. What only fills the last tile of a head has no gradient."""
-        x = _taken(self.rows_of(x), self.rows, (*self.scores[:2], x.shape[-1]), name, buffers)
-        if name == "do" and self.filled is not None:
-            x.view(-1, x.shape[-1]).index_fill_(0, self.filled, 0.0)
+        x = _gather(self.rows_of(x), self.row_index, (*self.score_shape[:2], x.shape[-1]), name, buffers)
+        if name == "do" and self.padding_rows is not None:
+            x.view(-1, x.shape[-1]).index_fill_(0, self.padding_rows, 0.0)
         return x
 
     def load_keys(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> list[Tensor]:
-        shape = self.scores[0], self.scores[2], x.shape[-1]
+        shape = self.score_shape[0], self.score_shape[2], x.shape[-1]
         x = x if self.of_keys is None else x.reshape(-1, shape[-1])[self.of_keys]
-        return [_taken(x, self.index, shape, name, buffers)]
+        return [_gather(x, self.key_index, shape, name, buffers)]
 
     def output(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """Memory for what `store` brings to x, its rows of a result: x itself where the queries are in order."""
-        shape = (*self.scores[:2], x.shape[-1])
-        return x.view(shape) if self.place is None else self._part(name, 0, shape, buffers)
+        shape = (*self.score_shape[:2], x.shape[-1])
+        return x.view(shape) if self.row_of_query is None else self._part(name, 0, shape, buffers)
 
     def store(self, x: Float[Tensor, "... d"], value: Float[Tensor, "t r d"]) -> None:
         """Each query's row to its place, once those of all pieces are there."""
-        d, rows = x.shape[-1], self.scores[0] * self.scores[1]
-        if self.place is not None and self.before[0] + rows == self.total[0]:
-            value = value.as_strided((self.total[0], d), (d, 1), 0)
-            torch.index_select(value, 0, self.place, out=x.view(-1, d))
+        d, rows = x.shape[-1], self.score_shape[0] * self.score_shape[1]
+        if self.row_of_query is not None and self.offsets[0] + rows == self.totals[0]:
+            value = value.as_strided((self.totals[0], d), (d, 1), 0)
+            torch.index_select(value, 0, self.row_of_query, out=x.view(-1, d))
 
     def add_to_keys(
         self,
@@ -247,25 +236,25 @@ class GatheredPiece:
         buffers: Buffers,
     ) -> None:
         """Append the gradient of the keys of these heads: the sum over all copies of each key, in one order."""
-        t, l, d = self.scores[0], self.scores[2], of_rows.shape[-1]
-        memory = "part" if t * l == self.total[1] else name
+        t, l, d = self.score_shape[0], self.score_shape[2], of_rows.shape[-1]
+        memory = "part" if t * l == self.totals[1] else name
         product(of_pairs.mT, of_rows, alpha, self._part(memory, 1, (t, l, d), buffers))
-        part = buffers(memory, self.total[1], d)  # the same memory
-        if self.index is None:
+        part = buffers(memory, self.totals[1], d)  # the same memory
+        if self.key_index is None:
             grads[name].append(part.clone())
-        elif self.before[1] + t * l == self.total[1]:  # a sum of rows; torch.nn.functional takes 4 µs more
-            grads[name].append(torch.embedding_bag(part, self.copies, self.first, False, 0)[0])
+        elif self.offsets[1] + t * l == self.totals[1]:  # a sum of rows; torch.nn.functional takes 4 µs more
+            grads[name].append(torch.embedding_bag(part, self.copies, self.first_copy, False, 0)[0])
 
     def _part(self, name: str, axis: int, shape: tuple[int, ...], buffers: Buffers) -> Tensor:
         """Its rows (axis 0) or keys (1) of a buffer that has those of all pieces."""
         count = shape[0] * shape[1]
-        if count == self.total[axis]:
+        if count == self.totals[axis]:
             return buffers(name, *shape)
-        first = self.before[axis]
-        return buffers(name, self.total[axis], shape[2])[first : first + count].view(shape)
+        first = self.offsets[axis]
+        return buffers(name, self.totals[axis], shape[2])[first : first + count].view(shape)
 
 
-def _taken(
+def _gather(
     x: Float[Tensor, "... d"],
     index: Int[Tensor, " taken"] | None,
     shape: tuple[int, ...],
@@ -281,33 +270,33 @@ def _taken(
 
 
 def _pieces(
-    tiles: Sequence[Gathering], n: int, m: int, heads: int, group: int, dtype: torch.dtype
+    gatherings: Sequence[Gathering], n: int, m: int, heads: int, group: int, dtype: torch.dtype
 ) -> list[GatheredPiece]:
     """The tables for this many heads, of which each `group` share their keys."""
     head = torch.arange(heads, device="cpu")[:, None]
-    index = [(m * (head // group) + one.keys.view(-1)).view(-1) for one in tiles]
-    rows = [(n * head + one.rows.view(-1)).view(-1) for one in tiles]
-    own, queries = torch.cat(index), torch.cat(rows)
-    real = torch.cat([one.table.any(1).view(-1).repeat(heads) for one in tiles]).nonzero().view(-1)
-    counts = torch.bincount(own[real], minlength=heads // group * m)
-    copies, first = real[own[real].argsort(stable=True)], counts.cumsum(0) - counts
+    index = [(m * (head // group) + gathering.keys.view(-1)).view(-1) for gathering in gatherings]
+    rows = [(n * head + gathering.rows.view(-1)).view(-1) for gathering in gatherings]
+    key_of_copy, queries = torch.cat(index), torch.cat(rows)
+    needed = torch.cat([x.table.any(1).view(-1).repeat(heads) for x in gatherings]).nonzero().view(-1)
+    counts = torch.bincount(key_of_copy[needed], minlength=heads // group * m)
+    copies, first = needed[key_of_copy[needed].argsort(stable=True)], counts.cumsum(0) - counts
     by_query = queries.argsort(stable=True)  # the first of those of a query is its own, the others fill up
-    own_row = torch.ones_like(queries, dtype=torch.bool)
-    own_row[by_query[1:]] = queries[by_query].diff() != 0
-    in_order = len(tiles) == 1 and torch.equal(queries, torch.arange(heads * n, device="cpu"))
-    total, before, pieces = (len(queries), len(own)), (0, 0), []
-    for one, keys, queries in zip(tiles, index, rows):
-        (count, r, l), table = one.table.shape, one.table | ~one.table.any(-1, keepdim=True)
+    is_first = torch.ones_like(queries, dtype=torch.bool)
+    is_first[by_query[1:]] = queries[by_query].diff() != 0
+    in_order = len(gatherings) == 1 and torch.equal(queries, torch.arange(heads * n, device="cpu"))
+    total, before, pieces = (len(queries), len(key_of_copy)), (0, 0), []
+    for gathering, keys, queries in zip(gatherings, index, rows):
+        (count, r, l), table = gathering.table.shape, gathering.table | ~gathering.table.any(-1, keepdim=True)
         mask = torch.zeros(table.shape, dtype=dtype, device="cpu").masked_fill_(~table, -inf)
-        filled = (~own_row[before[0] : before[0] + len(queries)]).nonzero().view(-1)
+        filled = (~is_first[before[0] : before[0] + len(queries)]).nonzero().view(-1)
         pieces.append(
             GatheredPiece(
                 (heads * count, r, l),
                 mask if count == 1 else mask.repeat(heads, 1, 1),
-                None if len(tiles) == count == group == 1 and l == m else keys,
+                None if len(gatherings) == count == group == 1 and l == m else keys,
                 None if in_order else queries,
                 filled if len(filled) else None,
-                None if in_order else by_query[own_row[by_query]],
+                None if in_order else by_query[is_first[by_query]],
                 copies,
                 first,
                 before,
@@ -318,11 +307,11 @@ def _pieces(
     return pieces
 
 
-def _order(n: int, hop: int) -> Int[Tensor, " n"]:
-    """All queries, those of one residue mod hop one after the other."""
-    return torch.cat([torch.arange(c, n, hop, device="cpu") for c in range(min(hop, n))])
+def _order(n: int, row_step: int) -> Int[Tensor, " n"]:
+    """All queries, those of one residue mod row_step one after the other."""
+    return torch.cat([torch.arange(c, n, row_step, device="cpu") for c in range(min(row_step, n))])
 
 
-def _filled(order: Int[Tensor, " n"], count: int) -> Int[Tensor, " count"]:
+def _padded(order: Int[Tensor, " n"], count: int) -> Int[Tensor, " count"]:
     """`count` of them: the last one is repeated."""
     return torch.cat([order, order[-1:].expand(count - len(order))])

@@ -64,7 +64,7 @@ class Buffers:
 _pool: list[Buffers] = []  # not in use; pop and append are atomic, so no two threads get the same
 
 
-def with_buffers(run: Callable[..., Any], q: Tensor, *rest: Any) -> Any:
+def with_buffers(run: Callable[..., Any], q: Tensor, *arguments: Any) -> Any:
     """run(buffers, q, …) with buffers that no other call uses at the same time."""
     try:
         buffers = _pool.pop()
@@ -74,7 +74,7 @@ def with_buffers(run: Callable[..., Any], q: Tensor, *rest: Any) -> Any:
     if buffers.like.dtype != q.dtype:
         buffers = Buffers(q)
     try:
-        return run(buffers, q, *rest)
+        return run(buffers, q, *arguments)
     finally:
         if len(_pool) < MAX_POOLED:
             _pool.append(buffers)
@@ -125,7 +125,7 @@ def scores(
             return product(rows, parts[0].mT, scale, into)
         if mask.shape[0] == 1 or mask.shape[0] == rows.shape[0]:  # len() of a tensor takes longer
             return torch.baddbmm(mask, rows, parts[0].mT, alpha=scale, out=into)
-    for part, columns in _beside(parts, into):
+    for part, columns in _with_columns(parts, into):
         if part is not parts[0] and len(part) == 1:
             flat = columns.flatten(0, 1)
             torch.addmm(flat, rows.flatten(0, 1), part[0].mT, beta=0, alpha=scale, out=flat)
@@ -160,7 +160,7 @@ def mix(
     """into = alpha · Σ weights part over all parts; `into` is contiguous."""
     if len(parts) == 1:
         return product(weights, parts[0], alpha, into)
-    for part, columns in _beside(parts, weights):
+    for part, columns in _with_columns(parts, weights):
         if part is parts[0]:
             product(columns, part, alpha, into)
         elif len(part) == 1:
@@ -170,7 +170,7 @@ def mix(
     return into
 
 
-def _beside(parts: list[Tensor], of_all: Float[Tensor, "t r keys"]) -> list[tuple[Tensor, Tensor]]:
+def _with_columns(parts: list[Tensor], of_all: Float[Tensor, "t r keys"]) -> list[tuple[Tensor, Tensor]]:
     """Each part with its columns."""
     return list(zip(parts, of_all.split([part.shape[1] for part in parts], -1)))
 
@@ -178,13 +178,13 @@ def _beside(parts: list[Tensor], of_all: Float[Tensor, "t r keys"]) -> list[tupl
 def join(
     o: Float[Tensor, "*b n d_v"],
     lse: Float[Tensor, "*b n"],
-    other: Float[Tensor, "*b n d_v"],
-    other_lse: Float[Tensor, "*b n"],
+    part: Float[Tensor, "*b n d_v"],
+    part_lse: Float[Tensor, "*b n"],
 ) -> None:
     """o and lse become those of both sets of keys, in place and without gradients."""
-    share = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)  # −∞ − (−∞): empty in both
-    o.lerp_(other, rearrange(share, "... -> ... 1"))
-    lse.copy_(torch.logaddexp(lse, other_lse))
+    share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)  # −∞ − (−∞): empty in both
+    o.lerp_(part, rearrange(share, "... -> ... 1"))
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 # A bias by distance is a vector e of each head. With the rows of a tile in reverse order, the bias of a tile is
@@ -218,8 +218,8 @@ def add_along_diagonals(
     ds = ds.sum(0, keepdim=True) if len(de) == 1 else ds
     chunk = c // a if c % a == 0 else 1  # this many rows reach no entry twice
     for low in range(0, r, chunk):
-        rows, there = ds[:, low : low + chunk], de[:, first + a * low :]
-        there.as_strided(rows.shape, (de.stride(0), a, c)).add_(rows)
+        rows, entries = ds[:, low : low + chunk], de[:, first + a * low :]
+        entries.as_strided(rows.shape, (de.stride(0), a, c)).add_(rows)
 
 
 # PyTorch's fused CPU attention with its log-sum-exp, which is private and reached through compat.py. Corrected here
@@ -252,14 +252,14 @@ def fused_forward(
 
 def fused_backward(
     grad: Float[Tensor, "b h n d_v"],
-    of: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
     scale: float,
     mask: Float[Tensor, "*b n m"] | None = None,
     triangle: bool = False,
 ) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
     """The gradients of q, k and v. of: q, k, v, o, lse. The last two may be those of a larger set of pairs, and lse
     is +∞ in a row without any key: there exp(score − lse) is 0."""
-    q, k, v, o, lse = of
+    q, k, v, o, lse = saved
     d_k, d_v = q.shape[-1], v.shape[-1]
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

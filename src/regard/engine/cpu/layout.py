@@ -170,23 +170,23 @@ class TileGroup:
     @property
     def phases(self) -> int:
         """Tiles t, t + phases, t + 2·phases … have no key in common."""
-        apart = self.key_step // gcd(self.key_step, self.key_shift)  # tiles that agree in the residue
-        if self.tiles <= apart:
+        period = self.key_step // gcd(self.key_step, self.key_shift)  # tiles that agree in the residue
+        if self.tiles <= period:
             return 1
-        shift = apart * self.key_shift // self.key_step
-        return 1 if shift >= self.keys else apart * -(-self.keys // shift)
+        shift = period * self.key_shift // self.key_step
+        return 1 if shift >= self.keys else period * -(-self.keys // shift)
 
     # Parts of it, as groups.
 
-    def tile(self, first: int, count: int = 1, apart: int = 1) -> "TileGroup":
+    def tile(self, first: int, count: int = 1, every: int = 1) -> "TileGroup":
         """Tiles first, first + apart, … of this group, as a group."""
         return replace(
             self,
             tiles=count,
             row=self.row + self.row_shift * first,
             key=self.key + self.key_shift * first,
-            row_shift=self.row_shift * apart,
-            key_shift=self.key_shift * apart,
+            row_shift=self.row_shift * every,
+            key_shift=self.key_shift * every,
         )
 
     def some_rows(self, first: int, count: int) -> "TileGroup":
@@ -251,8 +251,8 @@ class TileGroup:
             self.tile(0).keys_of(into).add_(part if self.tiles == 1 else part.sum(1, keepdim=True))
             return
         for phase in range(min(self.phases, self.tiles)):
-            apart = part[:, phase :: self.phases]
-            self.tile(phase, apart.shape[1], self.phases).keys_of(into).add_(apart)
+            of_phase = part[:, phase :: self.phases]
+            self.tile(phase, of_phase.shape[1], self.phases).keys_of(into).add_(of_phase)
 
     def pieces(self, heads: int) -> list[tuple["TileGroup", slice]]:
         """The tiles and the heads of each piece: a tile of some heads, or some tiles or rows of one head."""
@@ -260,7 +260,7 @@ class TileGroup:
         chunk = max(limit // (self.all_keys * self.rows), 1)
         if not self.by_head:
             chunks = [slice(h, min(h + chunk, heads)) for h in range(0, heads, chunk)]
-            return [(self.tile(t), some) for t in range(self.tiles) for some in chunks]
+            return [(self.tile(t), of_heads) for t in range(self.tiles) for of_heads in chunks]
         if self.tiles == 1 and self.masked_by is None and not self.concatenated:
             rows = max(limit // self.keys, 1)
             parts = [self.some_rows(r, min(rows, self.rows - r)) for r in range(0, self.rows, rows)]
@@ -285,15 +285,16 @@ class Piece:
     """
 
     group: TileGroup
-    tiles: TileGroup  # its tiles alone
+    subgroup: TileGroup  # its tiles alone
     heads: slice
     fresh: bool  # no group before its own writes to its rows
     alone: bool  # no other group does
 
     @cached_property
-    def scores(self) -> tuple[int, int, int]:
+    def score_shape(self) -> tuple[int, int, int]:
         """Tiles of all its heads, rows, keys."""
-        return self.tiles.tiles * (self.heads.stop - self.heads.start), self.tiles.rows, self.tiles.all_keys
+        heads, group = self.heads.stop - self.heads.start, self.subgroup
+        return group.tiles * heads, group.rows, group.all_keys
 
     def mask(self, dtype: torch.dtype) -> Float[Tensor, "c r l"] | None:
         return self.group.mask(dtype)
@@ -303,13 +304,13 @@ class Piece:
         return self.group.empty_rows is not None
 
     def rows_of(self, x: Float[Tensor, "heads n *d"]) -> Float[Tensor, "t r *d"]:
-        tiles = self.tiles
-        return self._view(x, tiles.rows, tiles.row, tiles.row_shift, tiles.row_step)
+        group = self.subgroup
+        return self._view(x, group.rows, group.row, group.row_shift, group.row_step)
 
     def _view(self, x: Tensor, count: int, first: int, shift: int, step: int) -> Tensor:
         head, s, *inner = x.stride()
-        outer = s * shift if self.tiles.tiles > 1 else head
-        shape, strides = (self.scores[0], count, *x.shape[2:]), (outer, s * step, *inner)
+        outer = s * shift if self.subgroup.tiles > 1 else head
+        shape, strides = (self.score_shape[0], count, *x.shape[2:]), (outer, s * step, *inner)
         return x.as_strided(shape, strides, x.storage_offset() + head * self.heads.start + s * first)
 
     def load_rows(self, x: Tensor, name: str, buffers: Buffers) -> Float[Tensor, "t r *d"]:
@@ -321,9 +322,9 @@ class Piece:
 
     def load_keys(self, x: Float[Tensor, "heads m *d"], name: str, buffers: Buffers) -> list[Tensor]:
         """The keys of its tiles, then the shared keys of its heads."""
-        tiles = self.tiles
-        own = self._view(x, tiles.keys, tiles.key, tiles.key_shift, tiles.key_step)
-        return [own, *(part.keys_of(x[self.heads])[:, 0] for part in tiles.shared)]
+        group = self.subgroup
+        tile_keys = self._view(x, group.keys, group.key, group.key_shift, group.key_step)
+        return [tile_keys, *(part.keys_of(x[self.heads])[:, 0] for part in group.shared)]
 
     def output(self, x: Tensor, name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """Contiguous memory for what `store` brings to x, its rows of a result: x itself where it can be."""
@@ -347,31 +348,31 @@ class Piece:
         buffers: Buffers,
     ) -> None:
         """grads[name][key l of tile t] += alpha · Σ_r of_pairs[t, r, l] · of_rows[t, r], always in the same order."""
-        grad, at = grads[name][self.heads], self.tiles.keys
-        self._add_to_own_keys(grad, of_pairs[..., :at].mT, of_rows, alpha, buffers)
-        for part in self.tiles.shared:
-            into, columns = part.keys_of(grad)[:, 0], of_pairs[..., at : at + part.keys]
+        grad, column = grads[name][self.heads], self.subgroup.keys
+        self._add_to_own_keys(grad, of_pairs[..., :column].mT, of_rows, alpha, buffers)
+        for part in self.subgroup.shared:
+            into, columns = part.keys_of(grad)[:, 0], of_pairs[..., column : column + part.keys]
             if len(into) == 1:
                 into[0].addmm_(columns.flatten(0, 1).mT, of_rows.flatten(0, 1), alpha=alpha)
             else:
                 into.add_(torch.bmm(columns.mT, of_rows, out=buffers("part", *into.shape)), alpha=alpha)
-            at += part.keys
+            column += part.keys
 
     def _add_to_own_keys(
         self, grad: Tensor, of_pairs: Float[Tensor, "t l r"], of_rows: Tensor, alpha: float, buffers: Buffers
     ) -> None:
         """Where the keys are a multiple of the shift, tiles that far apart fill contiguous memory without a gap."""
-        group, l, d = self.tiles, self.tiles.keys, grad.shape[-1]
+        group, l, d = self.subgroup, self.subgroup.keys, grad.shape[-1]
         if group.split or len(of_rows) == 1:  # so large that one head after the other is as fast, or one
             for into, x, y in zip(group.keys_of(grad)[:, 0], of_pairs, of_rows):
                 into.addmm_(x, y, alpha=alpha)
         elif len(grad) == 1 and group.key_step == 1 and group.key_shift and l % group.key_shift == 0:
-            apart = l // group.key_shift
-            for phase in range(min(apart, group.tiles)):
-                phase_rows = of_rows[phase::apart]
+            phases = l // group.key_shift
+            for phase in range(min(phases, group.tiles)):
+                phase_rows = of_rows[phase::phases]
                 first = group.key + phase * group.key_shift
                 into = grad[0, first : first + len(phase_rows) * l].view(-1, l, d)
-                into.baddbmm_(of_pairs[phase::apart], phase_rows, alpha=alpha)
+                into.baddbmm_(of_pairs[phase::phases], phase_rows, alpha=alpha)
         else:
             part = product(of_pairs, of_rows, alpha, buffers("part", len(of_rows), l, d))
             group.add_to_keys(grad, part.unflatten(0, (len(grad), group.tiles)))
@@ -387,6 +388,7 @@ class Layout:
     step: int
     groups: tuple[TileGroup, ...]
     _pieces: dict[int, list[Piece]] = field(default_factory=dict, init=False, repr=False)  # by heads
+    _times: dict[tuple[int, bool, int], float] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def computed(self) -> int:
@@ -402,7 +404,7 @@ class Layout:
         """The same with none but the keys low … high − 1 visible."""
         if low <= 0 and high >= self.m:
             return self
-        groups = tuple(left for group in self.groups for left in group.within(low, high))
+        groups = tuple(part for group in self.groups for part in group.within(low, high))
         return replace(self, m=min(high, self.m), groups=groups)
 
     @cached_property
@@ -427,14 +429,14 @@ class Layout:
         fresh: no group before it writes to its rows; alone: no other group does.
         """
         groups = sorted(self.groups, key=lambda group: (not group.fused, group.by_head))
-        times = np.zeros(self.n, dtype=np.int64)
+        writers = np.zeros(self.n, dtype=np.int64)
         for group in groups:
-            times[group.row_numbers] += 1
+            writers[group.row_numbers] += 1
         written, steps = np.zeros(self.n, dtype=bool), []
         for group in groups:
-            at = group.row_numbers
-            steps.append((group, not written[at].any(), bool((times[at] == 1).all())))
-            written[at] = True
+            rows = group.row_numbers
+            steps.append((group, not written[rows].any(), bool((writers[rows] == 1).all())))
+            written[rows] = True
         return steps
 
     @cached_property
@@ -461,7 +463,11 @@ class Layout:
 
     def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0) -> float:
         """An estimate. saved: how many weights of concatenated keys the backward pass does not compute again."""
-        groups = sum(group.nanoseconds(heads, grad, group.fused) for group in self.groups)
-        if not self.concatenated:
-            return groups + (1.5e6 if grad else 0.5e6)
-        return groups + (3e6 + 4.0 * max(heads * self.computed - saved, 0) if grad else 0.7e6)
+        if (time := self._times.get((heads, grad, saved))) is None:
+            time = sum(group.nanoseconds(heads, grad, group.fused) for group in self.groups)
+            if not self.concatenated:
+                time += 1.5e6 if grad else 0.5e6
+            else:
+                time += 3e6 + 4.0 * max(heads * self.computed - saved, 0) if grad else 0.7e6
+            self._times[heads, grad, saved] = time
+        return time

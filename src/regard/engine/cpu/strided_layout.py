@@ -42,7 +42,7 @@ def layout(
         return Layout(n, m, start, step, tuple(tiles))
     with suppress(NoPlan):  # there are more narrow tiles, perhaps too many
         layouts = [*merged_layouts(pattern, n, m, start, step, narrow, wide), *layouts]
-    return min((one for _, one in layouts), key=lambda one: one.nanoseconds())
+    return min((candidate for _, candidate in layouts), key=lambda candidate: candidate.nanoseconds())
 
 
 @lru_cache(maxsize=8)  # read twice in one choice: by `layout` and by `concatenated_layouts`
@@ -55,11 +55,11 @@ def merged_layouts(
     for comb in _combs(complete):
         try:
             teeth = plan(pattern & comb, n, m, start, step, wide)
-            rest = plan(pattern - comb, n, m, start, step, tile)
+            remaining = plan(pattern - comb, n, m, start, step, tile)
         except NoPlan:
             continue
-        layouts.append((rest, from_plans(teeth, rest)))
-    least_groups = sum(len(np.unique(one.parts[:, 1:], axis=0)) for one in complete.passes)
+        layouts.append((remaining, from_plans(teeth, remaining)))
+    least_groups = sum(len(np.unique(tile_pass.parts[:, 1:], axis=0)) for tile_pass in complete.passes)
     if not layouts or least_groups <= MAX_GROUPS:
         layouts.insert(0, (complete, from_plans(complete)))
     return tuple(layouts)
@@ -67,8 +67,8 @@ def merged_layouts(
 
 def from_plans(*plans: Plan) -> Layout:
     """Plans of disjoint sets of pairs as one layout."""
-    groups = [group for each in plans for one in each.passes for group in _groups(one, each.start, each.step)]
-    first = plans[0]
+    first, passes = plans[0], [tile_pass for planned in plans for tile_pass in planned.passes]
+    groups = [group for tile_pass in passes for group in _groups(tile_pass, first.start, first.step)]
     return Layout(first.n, first.m, first.start, first.step, tuple(with_joined_rows(groups)))
 
 
@@ -77,27 +77,27 @@ def with_joined_rows(groups: list[TileGroup]) -> Iterator[TileGroup]:
     same_keys: dict[tuple[int, ...], list[TileGroup]] = defaultdict(list)
     for group in groups:
         if group.mergeable:
-            one = group.as_one()
-            same_keys[one.key, one.key_step, one.keys, one.row_step].append(one)
+            tile = group.as_one()
+            same_keys[tile.key, tile.key_step, tile.keys, tile.row_step].append(tile)
         else:
             yield group
-    for same in same_keys.values():
-        current, *others = sorted(same, key=lambda one: one.row)
-        for one in others:
-            if current.row + current.rows * current.row_step == one.row:
-                current = replace(current, rows=current.rows + one.rows)
+    for tiles in same_keys.values():
+        current, *later = sorted(tiles, key=lambda tile: tile.row)
+        for tile in later:
+            if current.row + current.rows * current.row_step == tile.row:
+                current = replace(current, rows=current.rows + tile.rows)
             else:
                 yield current
-                current = one
+                current = tile
         yield current
 
 
 def _combs(complete: Plan) -> list[every]:
     """Combs (every k-th key) that tiles of neighboring queries see in full: each is one group of its own."""
     combs = set()
-    for one in complete.passes:
-        row_step = np.repeat(one.tiles[:, 1], np.diff(one.offsets))
-        teeth = one.parts[(one.parts[:, 3] == 1) & (one.parts[:, 1] > 1) & (row_step == 1)]
+    for tile_pass in complete.passes:
+        row_step = np.repeat(tile_pass.tiles[:, 1], np.diff(tile_pass.offsets))
+        teeth = tile_pass.parts[(tile_pass.parts[:, 3] == 1) & (tile_pass.parts[:, 1] > 1) & (row_step == 1)]
         first, k = teeth[:, 0], teeth[:, 1]
         combs |= set(map(tuple, np.unique(np.column_stack([k, first % k]), axis=0).tolist()))
     return [every(k, offset) for k, offset in sorted(combs)] if len(combs) <= 2 else []
@@ -106,37 +106,37 @@ def _combs(complete: Plan) -> list[every]:
 # From the parts of a pass to groups.
 
 
-def _groups(one: Pass, start: int, step: int) -> Iterator[TileGroup]:
+def _groups(tile_pass: Pass, start: int, step: int) -> Iterator[TileGroup]:
     by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     repeated: dict[tuple[int, ...], int] = defaultdict(int)
-    for row, row_step, rows, key, key_step, keys, full in _segments(one):
+    for row, row_step, rows, key, key_step, keys, full in _segments(tile_pass):
         shape = (row_step, rows, key_step, keys, full)
         number = repeated[row, *shape]  # parts of one tile never share a group: it writes to each row once
         repeated[row, *shape] += 1
         by_shape[*shape, number].append((row, key))
     for (*sizes, full, _), corners in by_shape.items():
-        by = None if full else one.pattern
-        for group in _runs(sorted(corners), sizes, by, start, step):
+        masked_by = None if full else tile_pass.pattern
+        for group in _runs(sorted(corners), sizes, masked_by, start, step):
             # Tiles with a mask are cut into groups whose tiles all have the mask of their first.
             for low, high, cycle in _cycles(group):
                 for phase in range(low, low + cycle):
                     yield group.tile(phase, len(range(phase, high, cycle)), cycle)
 
 
-def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
+def _segments(tile_pass: Pass) -> Iterator[tuple[int, ...]]:
     """(row, row step, rows, key, key step, keys, full) of each part; parts that touch are one where that pays."""
-    tile_of = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
+    tile_of = np.repeat(np.arange(len(tile_pass.tiles)), np.diff(tile_pass.offsets))
     shapes = defaultdict(set)  # where in each tile full parts of one shape begin
-    for t, (key, key_step, keys, full) in zip(tile_of.tolist(), one.parts.tolist()):
+    for t, (key, key_step, keys, full) in zip(tile_of.tolist(), tile_pass.parts.tolist()):
         if full:
             shapes[t, key_step, keys].add(key)
-    tiles, parts = one.tiles.tolist(), one.parts.tolist()
-    for t, (low, high) in enumerate(zip(one.offsets[:-1].tolist(), one.offsets[1:].tolist())):
+    tiles, parts = tile_pass.tiles.tolist(), tile_pass.parts.tolist()
+    for t, (low, high) in enumerate(zip(tile_pass.offsets[:-1].tolist(), tile_pass.offsets[1:].tolist())):
         joined: list[list[int]] = []  # with whether they are fixed
         for key, key_step, keys, full in parts[low:high]:
             # Where a neighboring tile has the same part further on, one mask serves all tiles.
-            beside = (at for s in (t - 1, t + 1) for at in shapes.get((s, key_step, keys), ()))
-            fixed = bool(full) and all(at == key for at in beside)
+            neighbors = (first for s in (t - 1, t + 1) for first in shapes.get((s, key_step, keys), ()))
+            fixed = bool(full) and all(first == key for first in neighbors)
             last = joined[-1] if joined else [0, 0, 0, 0, True]
             if not fixed and not last[4] and last[1] == key_step and last[0] + key_step * last[2] == key:
                 last[2:4] = last[2] + keys, last[3] & full
@@ -146,7 +146,7 @@ def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
 
 
 def _runs(
-    corners: list[tuple[int, int]], sizes: list[int], by: Pattern | None, start: int, step: int
+    corners: list[tuple[int, int]], sizes: list[int], masked_by: Pattern | None, start: int, step: int
 ) -> Iterator[TileGroup]:
     """Runs of tiles of these sizes whose first rows and keys, the corners, advance by constants."""
     row_step, rows, key_step, keys = sizes
@@ -159,7 +159,7 @@ def _runs(
             while high <= len(shifts) and shifts[high - 1] == shift:
                 high += 1
         of_rows, of_keys = (row, shift[0], row_step, rows), (key, shift[1], key_step, keys)
-        yield TileGroup(high - low, *of_rows, *of_keys, by, start, step)
+        yield TileGroup(high - low, *of_rows, *of_keys, masked_by, start, step)
         low = high
 
 
@@ -221,8 +221,8 @@ def concatenated_layouts(
         merged = merged_layouts(pattern, n, m, start, step, rows, wide)
     except NoPlan:
         return ()
-    candidates = [(one, _concatenated(one, moving, rows)) for moving, one in merged]
-    return tuple(replace(one, groups=groups) for one, groups in candidates if groups)
+    candidates = [(layout, _concatenated(layout, moving, rows)) for moving, layout in merged]
+    return tuple(replace(layout, groups=groups) for layout, groups in candidates if groups)
 
 
 def _concatenated(merged: Layout, moving: Plan, rows: int) -> tuple[TileGroup, ...] | None:
@@ -235,21 +235,21 @@ def _concatenated(merged: Layout, moving: Plan, rows: int) -> tuple[TileGroup, .
     tiles = _band_tiles(bands)
     if not tiles or not all(b[0] == a[0] + a[1] for a, b in pairwise([(0, 0), *tiles, (merged.n, 0)])):
         return None
-    by = None if all(group.masked_by is None for group in bands) else moving.passes[0].pattern
+    masked_by = None if all(group.masked_by is None for group in bands) else moving.passes[0].pattern
     groups, runs = list[TileGroup](), list[TileGroup]()
-    for (count, keys), same in groupby(tiles, key=lambda tile: tile[1::2]):  # neighbors of one size
+    for (count, keys), equal_tiles in groupby(tiles, key=lambda tile: tile[1::2]):  # neighbors of one size
         sizes = [1, count, bands[0].key_step, keys]
-        runs += _runs([tile[::2] for tile in same], sizes, by, merged.start, merged.step)
+        runs += _runs([tile[::2] for tile in equal_tiles], sizes, masked_by, merged.start, merged.step)
     for run in runs:
         for low, high, cycle in _cycles(run):
             end = high - (high - low) % cycle  # then come fewer tiles than a cycle
             complete = replace(run.tile(low, end - low), cycle=cycle)
             for band in (complete, *map(run.tile, range(end, high))):
-                mine = _shared_by(band, shared)
+                shared_keys = _shared_by(band, shared)
                 too_large = band.rows * band.keys > MAX_CONCATENATED or len(groups) == MAX_CONCATENATED_GROUPS
-                if mine is None or too_large:
+                if shared_keys is None or too_large:
                     return None
-                groups.append(replace(band, shared=mine, concatenated=True))
+                groups.append(replace(band, shared=shared_keys, concatenated=True))
     return tuple(groups)
 
 

@@ -10,7 +10,7 @@ values. Backward, exp(s − lse) with the merged lse is the weight of a pair in 
 adds its share of the exact gradients. Weights of a softmax over all keys are saved if they are few.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import frexp, inf, prod
@@ -27,16 +27,14 @@ from ...errors import BackendError
 from ...pattern import At, Pattern, positions
 from ...position import ByDistance
 from .. import reference_backend
-from ..call import Call
+from ..call import Call, computed_in, visible_ranges
 from . import kernels
 from .gathered_layout import GatheredLayout, GatheredPiece
 from .kernels import Buffers, with_buffers
 from .layout import Layout, Piece, TileGroup
 
 AnyPiece = Piece | GatheredPiece
-Named = dict[str, Tensor]
-
-
+Tensors = dict[str, Tensor]  # by name
 Weights = list[Tensor | None]  # of each piece its weights, or None where they are computed a second time
 
 
@@ -69,11 +67,11 @@ class Executor:
         self.weights.append(self.buffers.like.new_empty(shape) if fits else None)
         return self.weights[-1]
 
-    def forward(self, piece: AnyPiece, rows: Named, keys: Named, e: Tensor | None) -> None:
+    def forward(self, piece: AnyPiece, rows: Tensors, keys: Tensors) -> None:
         buffers, o = self.buffers, piece.rows_of(rows["o"])
         q = piece.load_rows(rows["q"], "q", buffers)
         k, v = piece.load_keys(keys["k"], "k", buffers), piece.load_keys(keys["v"], "v", buffers)
-        w = self._scores(piece, q, k, e, self.save(piece.scores) if self.call.one_softmax else None)
+        w = self._scores(piece, q, k, rows, self.save(piece.score_shape) if self.call.one_softmax else None)
         if self.call.one_softmax:
             torch.softmax(w, -1, out=w)
             piece.store(o, kernels.mix(w, v, piece.output(o, "o", buffers)))
@@ -92,39 +90,32 @@ class Executor:
             kernels.join(o, lse, piece.in_order(part), piece.in_order(part_lse))
 
     def _scores(
-        self, piece: AnyPiece, q: Tensor, k: list[Tensor], e: Tensor | None, into: Tensor | None
+        self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Tensors, into: Tensor | None = None
     ) -> Float[Tensor, "t r keys"]:
         """Of all parts side by side, with softcap, bias and mask."""
-        s = self.buffers("w", *piece.scores) if into is None else into
-        mask, softcap = piece.mask(q.dtype), self.call.softcap
+        s = self.buffers("w", *piece.score_shape) if into is None else into
+        e, mask, softcap = rows.get("e"), piece.mask(q.dtype), self.call.softcap
         if e is None and softcap is None:
             return kernels.scores(q, k, self.scale, s, self.buffers, mask)
         assert isinstance(piece, Piece)
         kernels.product(q, k[0].mT, self.scale if softcap is None else self.scale / softcap, s)
         if softcap is not None:
             s.tanh_()
-            torch.mul(s, s, out=self.buffers("tanh²", *piece.scores))
+            torch.mul(s, s, out=self.buffers("tanh²", *piece.score_shape))
             s.mul_(softcap)
         if e is not None:
-            s.add_(piece.tiles.bias_of(e[piece.heads], self.call.distances[0]))
+            s.add_(piece.subgroup.bias_of(e[piece.heads], self.call.distances[0]))
         return s if mask is None else s.add_(mask)
 
-    def backward(
-        self,
-        piece: AnyPiece,
-        rows: Named,
-        keys: dict[str, Any],
-        saved: Tensor | None,
-        bias: tuple[Tensor | None, Tensor | None],
-    ) -> None:
-        """Add the gradients of a piece. bias: e, and de if it is needed."""
-        buffers, (e, de) = self.buffers, bias
+    def backward(self, piece: AnyPiece, rows: Tensors, keys: dict[str, Any], saved: Tensor | None) -> None:
+        """Add the gradients of a piece. saved: its weights, if they were saved."""
+        buffers, de = self.buffers, rows.get("de")
         q, do = piece.load_rows(rows["q"], "q", buffers), piece.load_rows(rows["do"], "do", buffers)
         k, v = piece.load_keys(keys["k"], "k", buffers), piece.load_keys(keys["v"], "v", buffers)
-        w = self._weights(piece, q, k, rows, e) if saved is None else saved
+        w = self._weights(piece, q, k, rows) if saved is None else saved
         # Where parts are put side by side, the scale is applied in that step, and ds carries it on to dq and dk.
         inner, outer = (self.scale, 1.0) if len(v) > 1 else (1.0, self.scale)
-        ds = buffers("ds", *piece.scores) if de is None else kernels.padded(piece.scores, buffers)
+        ds = buffers("ds", *piece.score_shape) if de is None else kernels.padded(piece.score_shape, buffers)
         kernels.scores(do, v, inner, ds, buffers)
         dropout = self.dropout(ds)
         ds = ds if dropout is None else ds.mul_(dropout)
@@ -137,10 +128,10 @@ class Executor:
             ds.addcmul_(w, self._row(piece, rows["dlse"]))
         if de is not None:
             assert isinstance(piece, Piece)
-            diagonals = piece.tiles.diagonals(self.call.distances[0])
+            diagonals = piece.subgroup.diagonals(self.call.distances[0])
             kernels.add_along_diagonals(de[piece.heads], ds, diagonals)
         if self.call.softcap is not None:  # d tanh = 1 − tanh²
-            ds.addcmul_(ds, buffers("tanh²", *piece.scores), value=-1.0)
+            ds.addcmul_(ds, buffers("tanh²", *piece.score_shape), value=-1.0)
         dq = piece.rows_of(rows["dq"])
         piece.store(dq, kernels.mix(ds, k, piece.output(dq, "dq", buffers), outer))
         piece.add_to_keys(keys, "dk", ds, q, outer, buffers)
@@ -151,11 +142,11 @@ class Executor:
         return piece.load_rows(x, "row", self.buffers)[..., None]
 
     def _weights(
-        self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Named, e: Tensor | None
+        self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Tensors
     ) -> Float[Tensor, "t r keys"]:
         """In the softmax over all keys of a row. Where the piece has all of them its own softmax is nearer than
         exp(s − lse), as lse is rounded."""
-        s = self._scores(piece, q, k, e, None)
+        s = self._scores(piece, q, k, rows)
         if not piece.alone:
             return kernels.exp_(s.sub_(self._row(piece, rows["lse"])))
         torch.softmax(s, -1, out=s)
@@ -165,12 +156,13 @@ class Executor:
 
     # Groups that PyTorch's fused op runs, which holds no scores.
 
-    def fused(self, group: TileGroup, rows: Named, keys: Named, e: Tensor | None) -> None:
+    def fused(self, group: TileGroup, rows: Tensors, keys: Tensors) -> None:
         """The bias is a view of e, which the op adds as a mask; the rows are in reverse order then."""
         q, o, lse = (group.rows_of(rows[x]) for x in ("q", "o", "lse"))
         k, v = (group.keys_of(keys[x]) for x in ("k", "v"))
+        e = rows.get("e")
         triangle = group.triangle and e is None
-        mask = None if triangle or (own := group.mask(q.dtype)) is None else own[0]
+        mask = None if triangle or (masks := group.mask(q.dtype)) is None else masks[0]
         if e is not None:
             q, bias = q.flip(2), group.bias_of(e, self.call.distances[0])[:, None]
             bias = bias if mask is None else bias + mask
@@ -180,7 +172,7 @@ class Executor:
             part, part_lse = part.flip(2), part_lse.flip(2)
         kernels.join(o, lse, part, part_lse)
 
-    def fused_backward(self, group: TileGroup, rows: Named, keys: Named) -> None:
+    def fused_backward(self, group: TileGroup, rows: Tensors, keys: Tensors) -> None:
         """The op subtracts δ = do·o from each do·v; one more column, v 0, o 1, do −dlse, makes that δ − dlse."""
         do, v, o = rows["do"], keys["v"], rows["o"]
         if "dlse" in rows:
@@ -188,9 +180,9 @@ class Executor:
             o = F.pad(o, (0, 1), value=1.0)
         k, dv = keys["k"], keys["dv"]
         do, q, o, lse = map(group.rows_of, (do, rows["q"], o, rows["lse"]))
-        forward = q, group.keys_of(k), group.keys_of(v), o, lse
-        mask = None if group.triangle or (own := group.mask(q.dtype)) is None else own[0]
-        dq, dk, dv_ = kernels.fused_backward(do, forward, self.scale, mask, group.triangle)
+        saved = q, group.keys_of(k), group.keys_of(v), o, lse
+        mask = None if group.triangle or (masks := group.mask(q.dtype)) is None else masks[0]
+        dq, dk, dv_ = kernels.fused_backward(do, saved, self.scale, mask, group.triangle)
         group.rows_of(rows["dq"]).add_(dq)
         group.add_to_keys(keys["dk"], dk)
         group.add_to_keys(dv, dv_[..., : dv.shape[-1]])
@@ -199,22 +191,17 @@ class Executor:
 # A call.
 
 
-def working(dtype: torch.dtype) -> torch.dtype:
-    """What a call on the CPU is computed in: half types in float32, which is as fast here and exact."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @dataclass(frozen=True, eq=False)
 class TileAttention:
     """(q, k, v) → (o, lse) over the pairs of a pattern: all that a call needs besides its tensors."""
 
     layouts: tuple[Layout, ...] | tuple[GatheredLayout]  # one for all batch rows, or one for each
     scale: float
-    place: tuple[Pattern, At | Tensor] | None = None  # pattern and query offset, for double backward
+    pattern_and_offset: tuple[Pattern, At | Tensor] | None = None  # for double backward
     lengths: Int[Tensor, "b *two"] | None = None  # as `Call.lengths`; hidden keys are never read
     dropout_p: float = 0.0
     seed: int = 0
-    learns: bool = True  # whether something may be differentiated: weights are saved for it
+    grad: bool = True  # whether something may be differentiated: weights are saved for it
     softcap: float | None = None
 
     def __call__(
@@ -224,7 +211,7 @@ class TileAttention:
         v: Float[Tensor, "b h_kv m d_v"],
     ) -> Float[Tensor, "b h n d_v"]:
         """o alone, in float32 or float64."""
-        if self.learns:
+        if self.grad:
             return _apply(q, k, v, None, self)[0]
         return with_buffers(self.forward, q, k, v)[0]
 
@@ -246,9 +233,9 @@ class TileAttention:
     @cached_property
     def distances(self) -> tuple[int, int]:
         """The smallest and the largest."""
-        one = self.layouts[0]
-        assert isinstance(one, Layout)
-        return -(one.start + one.step * max(one.n - 1, 0)), one.m - 1 - one.start
+        layout = self.layouts[0]
+        assert isinstance(layout, Layout)
+        return -(layout.start + layout.step * max(layout.n - 1, 0)), layout.m - 1 - layout.start
 
     # Forward.
 
@@ -256,28 +243,24 @@ class TileAttention:
         self, buffers: Buffers, q: Tensor, k: Tensor, v: Tensor, e: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Weights]:
         """o, lse, and the weights that were saved; in float32 or float64."""
-        q, scale, _ = self._scaled(q, e)
-        q, k, v = q.contiguous(), with_flat_heads(k), with_flat_heads(v)
-        rows: Named = {"q": q, "o": q.new_empty(*q.shape[:3], v.shape[-1])}
+        rows, keys, scale, _ = self._inputs(q, k, v, e)
+        rows["o"] = q.new_empty(*q.shape[:3], v.shape[-1])
         if not self.one_softmax:
             rows["lse"] = q.new_full(q.shape[:3], -inf)
-        if e is not None:
-            rows["e"] = repeat(e, "h x -> b h x", b=len(q)).contiguous()
         numbers = sum(x.numel() for x in (q, k, v, rows["o"]))
-        run = Executor(self, scale, buffers, kernels.max_saved(numbers) if self.learns else 0)
-        for layout, of_rows, of_keys in self._heads(rows, {"k": k, "v": v}):
-            bias = of_rows.pop("e", None)
+        run = Executor(self, scale, buffers, kernels.max_saved(numbers) if self.grad else 0)
+        for layout, of_rows, of_keys in self._heads(rows, keys):
             layout = layout.unfused if self.by_products else layout
-            all_fused = bias is not None and not self.by_products
+            all_fused = e is not None and not self.by_products
             if all_fused or not layout.overwrites:
                 of_rows["o"].zero_()
             for group in layout.with_bias if all_fused else layout.fused:
-                run.fused(group, of_rows, of_keys, bias)
+                run.fused(group, of_rows, of_keys)
             for piece in () if all_fused else layout.pieces(of_rows["q"].shape[0]):
-                run.forward(piece, of_rows, of_keys, bias)
+                run.forward(piece, of_rows, of_keys)
         return rows["o"], rows.get("lse"), run.weights
 
-    def _heads(self, rows: Named, keys: Named) -> Iterator[tuple[Any, Named, Named]]:
+    def _heads(self, rows: Tensors, keys: Tensors) -> Iterator[tuple[Any, Tensors, Tensors]]:
         """(layout, (b·h_kv, …) of each of `rows`, which have b and h in front, the same of `keys`), as views.
 
         Once for each query head of a group of heads, as they share their keys; for each batch row too, if batch rows
@@ -289,28 +272,32 @@ class TileAttention:
             return
         batch = [(slice(None), layouts[0])]
         if self.lengths is not None or len(layouts) > 1:
-            each = layouts * b if len(layouts) == 1 else layouts
-            limits = [[one.m] for one in each] if self.lengths is None else self.lengths.view(b, -1).tolist()
-            within = [one.within(*([0, *limit])[-2:]) for one, limit in zip(each, limits)]
-            batch = [(slice(r, r + 1), left) for r, left in enumerate(within)]
+            ranges = visible_ranges(self.lengths, b, layouts[0].m)
+            by_row = enumerate(zip(layouts * b if len(layouts) == 1 else layouts, ranges))
+            batch = [(slice(r, r + 1), layout.within(*limits)) for r, (layout, limits) in by_row]
         group = rows["q"].shape[1] // keys["k"].shape[1]
-        for batch_rows, left in batch:
+        for batch_rows, layout in batch:
             for member in range(group):
                 of_rows = {name: x[batch_rows, member::group].flatten(0, 1) for name, x in rows.items()}
-                yield left, of_rows, {name: x[batch_rows].flatten(0, 1) for name, x in keys.items()}
+                yield layout, of_rows, {name: x[batch_rows].flatten(0, 1) for name, x in keys.items()}
 
-    def _scaled(self, q: Tensor, e: Tensor | None) -> tuple[Tensor, float, float]:
-        """q and the scale of its products, and the factor that is left for dq.
+    def _inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, e: Tensor | None
+    ) -> tuple[Tensors, dict[str, Any], float, float]:
+        """Rows and keys as both passes read them, the scale of the products, and the factor that is left for dq.
 
         The fused op scales after the products forward and within them backward: unless the scale is a power of two,
-        its scores differ in their last bit, and then exp(score − lse) is not the weight there was.
+        its scores differ in their last bit, and then exp(score − lse) is not the weight there was. So q is scaled.
         """
-        if self.one_softmax:
-            return q, self.scale, 1.0
-        fused = self.lengths is not None or e is not None or any(one.fused for one in self.layouts)
-        fused = fused and self.softcap is None
-        same = not fused or abs(frexp(self.scale)[0]) == 0.5
-        return (q, self.scale, 1.0) if same else (q * self.scale, 1.0, self.scale)
+        scale, factor = self.scale, 1.0
+        rounds = not self.one_softmax and self.softcap is None and abs(frexp(scale)[0]) != 0.5
+        terms = self.lengths is not None or e is not None
+        if rounds and (terms or any(layout.fused for layout in self.layouts)):
+            q, scale, factor = q * scale, 1.0, scale
+        rows: Tensors = {"q": q.contiguous()}
+        if e is not None:
+            rows["e"] = repeat(e, "h x -> b h x", b=len(q)).contiguous()
+        return rows, {"k": with_flat_heads(k), "v": with_flat_heads(v)}, scale, factor
 
     # Backward.
 
@@ -318,43 +305,34 @@ class TileAttention:
         self, buffers: Buffers, do: Tensor, saved: "Saved", of_bias: bool
     ) -> tuple[Tensor | None, ...]:
         """The gradients of q, k, v and e from those of o and lse."""
-        q, scale, outside = self._scaled(saved.q, saved.e)
-        do, q, k, v = do.contiguous(), q.contiguous(), with_flat_heads(saved.k), with_flat_heads(saved.v)
-        gathered = isinstance(self.layouts[0], GatheredLayout)
-        rows: Named = {"do": do, "q": q, "dq": torch.empty_like(q)}
-        if not self.one_softmax:
-            rows |= self._merged_rows(do, saved)
-        if saved.e is not None:
-            rows["e"] = repeat(saved.e, "h x -> b h x", b=len(q)).contiguous()
+        rows, keys, scale, factor = self._inputs(saved.q, saved.k, saved.v, saved.e)
+        do, gathered = do.contiguous(), isinstance(self.layouts[0], GatheredLayout)
+        rows |= {"do": do, "dq": torch.empty_like(rows["q"])}
+        if saved.o is not None and saved.lse is not None:  # not one softmax: pieces are merged
+            # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
+            lse, o = saved.lse.masked_fill(saved.lse == -inf, inf), saved.o.contiguous()
+            rows |= {"lse": lse, "o": o, "delta": _dots(do, o)}
+            rows |= {} if saved.grad_lse is None else {"dlse": saved.grad_lse}
+        if of_bias and saved.e is not None:
             rows["de"] = torch.zeros_like(rows["e"])
-        keys: dict[str, Any] = {"k": k, "v": v, "dk": [], "dv": []}
-        if not gathered:
-            keys |= {"d" + x: torch.zeros_like(keys[x]) for x in ("k", "v")}
+        for x in ("k", "v"):
+            keys["d" + x] = [] if gathered else torch.zeros_like(keys[x])
         run = Executor(self, scale, buffers)
         weights = iter(saved.weights)
         for layout, of_rows, of_keys in self._heads(rows, keys):
-            e, de = of_rows.pop("e", None), of_rows.pop("de", None)
-            layout = layout.unfused if e is not None or self.by_products else layout
+            layout = layout.unfused if saved.e is not None or self.by_products else layout
             if not layout.overwrites:
                 of_rows["dq"].zero_()
             for group in layout.fused:
                 run.fused_backward(group, of_rows, of_keys)
             for piece in layout.pieces(of_rows["q"].shape[0]):
-                run.backward(piece, of_rows, of_keys, next(weights, None), (e, de if of_bias else None))
-        dq = rows["dq"] if outside == 1.0 else rows["dq"].mul_(outside)
-        de = rows["de"].sum(0) if of_bias and "de" in rows else None
+                run.backward(piece, of_rows, of_keys, next(weights, None))
+        dq = rows["dq"] if factor == 1.0 else rows["dq"].mul_(factor)
+        de = rows["de"].sum(0) if "de" in rows else None
         for x in ("k", "v") if gathered else ():
             parts = keys["d" + x]  # of some heads each
             keys["d" + x] = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(keys[x].shape)
         return dq, keys["dk"], keys["dv"], de
-
-    def _merged_rows(self, do: Tensor, saved: "Saved") -> Named:
-        """What pieces that are merged read of each row: lse, δ, and the gradient of lse."""
-        assert saved.o is not None and saved.lse is not None
-        # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
-        rows = {"lse": saved.lse.masked_fill(saved.lse == -inf, inf), "o": saved.o.contiguous()}
-        rows["delta"] = _dots(do, rows["o"])
-        return rows if saved.grad_lse is None else rows | {"dlse": saved.grad_lse}
 
 
 def with_flat_heads(x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h m d"]:
@@ -417,11 +395,11 @@ def _double_backward(
     grads: tuple, inputs: tuple, e: Tensor | None, call: TileAttention
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and e by the formula, which can be differentiated. grads: of o and lse."""
-    if call.dropout_p or call.place is None:
+    if call.dropout_p or call.pattern_and_offset is None:
         raise BackendError(
             "double backward (create_graph=True) is not supported by backend='tiles' with dropout; use backend='sdpa'"
         )
-    (q, k, v), (pattern, at), bias = inputs, call.place, None
+    (q, k, v), (pattern, at), bias = inputs, call.pattern_and_offset, None
     if e is not None:
         i = positions(pattern, q.shape[2], k.shape[2], at, q.device)
         bias = e[:, torch.arange(k.shape[2], device=q.device) - i[:, None] - call.distances[0]]
@@ -443,22 +421,28 @@ def attend(
 
     Both are differentiable; lse is float32 for half types. Dropout removes weights after the softmax: lse is without.
     """
-    dtype = working(q.dtype)
+    dtype = computed_in(q.dtype)
     if call.dropout_p and not call.seed:
         call = replace(call, seed=int(torch.randint(1 << 62, ())))
     e = call.along(bias, dtype)
     o, lse = _Attend.apply(q.to(dtype), k.to(dtype), v.to(dtype), e, call)
-    return o.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+    return o.to(q.dtype), lse
 
 
 def attend_backward(
-    grad: Tensor, saved: Saved, call: TileAttention, bias: ByDistance | None = None, of_bias: bool = False
+    grads: tuple[Tensor, Tensor | None],
+    saved: Sequence[Tensor],
+    call: TileAttention,
+    bias: ByDistance | None,
+    of_bias: bool,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, table and slopes, for an operation that a compiler sees as one; saved has no e."""
-    dtype = working(grad.dtype)
-    fields: list[Any] = [x.to(dtype) if isinstance(x, Tensor) else x for x in saved]
-    saved = Saved(*fields)._replace(e=call.along(bias, dtype))
-    *grads, de = with_buffers(call.backward, grad.to(dtype), saved, of_bias and bias is not None)
+    """The gradients of q, k, v, table and slopes, for an operation that a compiler sees as one. grads: of o and lse;
+    saved: q, k, v, o, lse."""
+    dtype = computed_in(grads[0].dtype)
+    do, q, k, v, o, lse = (x.to(dtype) for x in (grads[0], *saved))
+    grad_lse = None if grads[1] is None else grads[1].to(dtype)
+    inputs = Saved(q, k, v, call.along(bias, dtype), o, lse, grad_lse=grad_lse)
+    *gradients, de = with_buffers(call.backward, do, inputs, of_bias and bias is not None)
     if bias is None or de is None:
-        return *grads, None, None
-    return *grads, *bias.along_backward(de, *call.distances)
+        return *gradients, None, None
+    return *gradients, *bias.along_backward(de, *call.distances)
