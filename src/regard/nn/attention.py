@@ -261,7 +261,7 @@ class MultiHeadAttention(nn.Module):
             return torch.zeros_like(p.q), _add(finite * scores, bias), inf if hard else None
         if self.spec.position is not None and self.spec.position.acts == "score":
             q_at, k_at = self._positions(p)
-            own = self.position.by_distance(_max_distance(p)) if q_at.dim() == 1 else None
+            own = self.position.by_distance(_max_distance(p), p.q.device) if q_at.dim() == 1 else None
             scale = p.q.shape[-1] ** -0.5 if factor is None else factor
             if own is None or bias is not None:
                 own = self.position(q_at, k_at, p.q, scale)

@@ -176,7 +176,7 @@ class Stack(nn.Module):
             return None
         start = 0 if cache is None else cache.offset
         filled = x.shape[1] + (0 if cache is None else cache.filled)
-        if (bias := self.position.by_distance(filled - 1)) is not None:
+        if (bias := self.position.by_distance(filled - 1, x.device)) is not None:
             return bias
         index = torch.arange(x.shape[1], device=x.device)
         q_positions = index + (start[:, None] if isinstance(start, Tensor) else start)
