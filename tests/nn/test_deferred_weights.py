@@ -82,3 +82,12 @@ def test_buckets_met_in_inference_mode_serve_a_training():
         module(x)
     module(x).sum().backward()
     assert module.position.table.grad is not None
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["alibi", "t5_buckets"])
+def test_what_follows_from_the_declaration_is_computed_in_a_compiled_graph(name):
+    module = rg.Attention(16, heads=2, position=POSITIONS[name]).build()
+    x = torch.randn(1, 5, 16)
+    graph = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(x), module(x))

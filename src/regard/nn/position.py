@@ -40,8 +40,9 @@ from ..position import (
     sinusoid,
     sinusoid_grid,
     sinusoidal,
-    t5_bucket,
+    t5_bucket_between,
     t5_buckets,
+    t5_edges,
 )
 from . import branch_end
 from .cached_rotation import EXACT, rotate_along
@@ -310,22 +311,22 @@ class T5Buckets(DistanceScore):
     def __init__(self, position: t5_buckets, heads: int):
         super().__init__(position)
         self.table = nn.Parameter(torch.zeros(heads, position.buckets))
+        self.edges = t5_edges(position)
 
     def by_distance(self, reach: int | None = None, device: torch.device | None = None) -> ByDistance:
         buckets = _cached_buckets if eager(self.table) else _buckets
-        return ByDistance(table=self.table[:, buckets(self.position, self.table.device)])
+        return ByDistance(table=self.table[:, buckets(self.position, self.edges, self.table.device)])
 
 
-def _buckets(p: t5_buckets, device: torch.device) -> Int[Tensor, " distances"]:
+def _buckets(p: t5_buckets, edges: tuple[int, ...], device: torch.device) -> Int[Tensor, " distances"]:
     """The bucket of each distance from −max_distance to max_distance."""
-    distances = torch.arange(-p.max_distance, p.max_distance + 1, device=device)
-    return t5_bucket(distances, p.buckets, p.max_distance, p.bidirectional)
+    return t5_bucket_between(torch.arange(-p.max_distance, p.max_distance + 1, device=device), p, edges)
 
 
 @lru_cache(maxsize=64)
-def _cached_buckets(p: t5_buckets, device: torch.device) -> Int[Tensor, " distances"]:
+def _cached_buckets(p: t5_buckets, edges: tuple[int, ...], device: torch.device) -> Int[Tensor, " distances"]:
     with torch.inference_mode(False):  # a cached inference tensor could not be used in training
-        return _buckets(p, device)
+        return _buckets(p, edges, device)
 
 
 class RelativeTable(DistanceScore):
