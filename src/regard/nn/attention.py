@@ -153,6 +153,8 @@ class MultiHeadAttention(nn.Module):
         projections: Any = (self.w_q, self.w_k, self.w_v)
         if any(type(w) is not nn.Linear for w in projections) or compat.has_hooks(*projections):
             return False
+        if self.w_q.out_features != size.heads * size.d_k:  # type: ignore[union-attr]
+            return False
         source = x if context is None else context
         self._check_widths(x, source)
         if lengths is not None and (lengths.shape != x.shape[:1] or lengths.device != x.device):
@@ -199,6 +201,13 @@ class MultiHeadAttention(nn.Module):
         return {"qkv": [self.w_q, self.w_k, self.w_v], **groups}
 
     def _project(self, x, inputs, lengths, cache, at) -> Projected:
+        p = self._projected(x, inputs, lengths, cache, at)
+        heads, kv_heads = p.q.shape[1], p.k.shape[1]
+        if heads != self.spec.heads or kv_heads != self.spec.sizes.kv_heads:
+            self._require_share(heads, kv_heads)
+        return p
+
+    def _projected(self, x, inputs, lengths, cache, at) -> Projected:
         context, values = inputs
         source = x if context is None else context
         values = source if values is None else values
@@ -237,7 +246,7 @@ class MultiHeadAttention(nn.Module):
     def _queries(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b h n d_k"]:
         if self.w_q is None:  # the scores are those of the position alone
             return x.new_zeros(x.shape[0], self.spec.heads, x.shape[1], 1)
-        return rearrange(self.w_q(x), "b n (h d) -> b h n d", h=self.spec.heads)
+        return self._heads("w_q", x, self.spec.sizes.d_k)
 
     def _keys(self, source: Float[Tensor, "b m d_context"]) -> Float[Tensor, "b h_kv m d_k"]:
         kv_heads = self.spec.sizes.kv_heads
@@ -246,10 +255,40 @@ class MultiHeadAttention(nn.Module):
                 return source.new_zeros(source.shape[0], kv_heads, source.shape[1], 1)
             case "bilinear":  # q·W·k: the keys are the input itself
                 return rearrange(source, "b m d -> b 1 m d").expand(-1, kv_heads, -1, -1)
-        return rearrange(self.w_k(source), "b m (h d) -> b h m d", h=kv_heads)
+        return self._heads("w_k", source, self.spec.sizes.d_k)
 
     def _values(self, source: Float[Tensor, "b m d_values"]) -> Float[Tensor, "b h_kv m d_v"]:
-        return rearrange(self.w_v(source), "b m (h d) -> b h m d", h=self.spec.sizes.kv_heads)
+        return self._heads("w_v", source, self.spec.sizes.d_v)
+
+    def _heads(self, name: str, x: Float[Tensor, "b m d_in"], width: int) -> Float[Tensor, "b h m {width}"]:
+        """The product with this projection, by heads: all of them, or those of this process in tensor parallelism."""
+        columns = getattr(self, name)(x)
+        if columns.shape[-1] % width:
+            raise ShapeError(
+                f"{name} gives {columns.shape[-1]} columns, which are not heads of {width}: split it by whole heads"
+            )
+        return rearrange(columns, "b m (h d) -> b h m d", d=width)
+
+    def _require_share(self, heads: int, kv_heads: int) -> None:
+        """Refuse projections with other heads than declared, unless they are a share that is complete by itself."""
+        size, declared = self.spec.sizes, self.spec
+        got = f"w_q gives {heads} of {size.heads} heads and w_k {kv_heads} of {size.kv_heads}"
+        if heads * size.kv_heads != kv_heads * size.heads and size.kv_heads != 1:
+            raise ShapeError(
+                f"{got}: split both in the same proportion, so that a query head finds its key/value head"
+            )
+        scores = declared.position is not None and declared.position.acts == "score"
+        by_head = {
+            f"score={declared.score!r}": declared.score not in ("dot", "bilinear"),
+            repr(declared.position): scores,
+            "sink_logits=True": declared.sink_logits,
+            "extra_key=True": declared.extra_key,
+        }
+        if named := [name for name, present in by_head.items() if present]:
+            raise ShapeError(
+                f"{got}, but {named[0]} is for all {size.heads} heads; split heads between processes without it: "
+                "with position=rope() or no position"
+            )
 
     def _score(self, p: Projected, bias: Bias) -> tuple[Tensor, Bias, int | float | None]:
         """The queries, the bias and the scale: a score that is not a dot product becomes a bias with zero queries."""
