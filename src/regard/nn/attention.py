@@ -14,7 +14,7 @@ from .. import compat, spec
 from ..engine import attention as engine
 from ..engine import fused_qkv
 from ..engine.call import Bias
-from ..errors import ShapeError, not_an_argument_of
+from ..errors import ShapeError, not_an_argument_of, require_tensors
 from ..pattern import At, Pattern, causal, per_head
 from ..reference import repeat_heads, tanh_scores
 from . import position as positions
@@ -88,6 +88,7 @@ class MultiHeadAttention(nn.Module):
         """
         if foreign:
             raise not_an_argument_of(self, foreign)
+        require_tensors(x=x, context=context, values=values)
         options = (
             values is not None
             or pattern is not None
