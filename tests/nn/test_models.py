@@ -301,6 +301,32 @@ def test_documents_in_one_row_equal_each_alone():
     assert torch.allclose(packed[:, 4:], model(second), atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "declared, given",
+    [
+        (rg.causal() & (rg.window(1) | rg.every(3)), None),
+        (rg.causal() & (rg.window(0) | rg.sinks(1)), rg.window(2)),
+        (rg.blocks(2), None),
+        (rg.causal(), rg.window(0) | rg.every(2)),
+        (rg.every(2) | rg.window(0), rg.per_head([rg.blocks(2), rg.causal()])),
+    ],
+    ids=str,
+)
+def test_patterns_count_positions_within_each_document(declared, given):
+    block = Block(Attention(8, heads=2, pattern=declared, position=rg.rope()), rg.FeedForward(8))
+    model = built(Encoder(block, 2, embedding=Embedding(50, 8), head=rg.LanguageHead(), checkpoint=True))
+    texts = [ids(2, 5), ids(2, 3, seed=1), ids(2, 4, seed=2)]
+    documents = torch.tensor([[0] * 5 + [1] * 3 + [2] * 4]).expand(2, 12)
+    packed = model(torch.cat(texts, 1), documents=documents, pattern=given)
+    alone = torch.cat([model(text, pattern=given) for text in texts], 1)
+    assert torch.allclose(packed, alone, atol=1e-12)
+    table = torch.ones(12, 12, dtype=torch.bool)
+    if given is None:
+        assert torch.allclose(
+            model(torch.cat(texts, 1), documents=documents, pattern=table), alone, atol=1e-12
+        )
+
+
 def test_an_image_of_another_size_is_refused():
     model = built(rg.preset("tiny-vit"))
     with pytest.raises(ShapeError) as e:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .. import compat, spec
@@ -30,6 +30,12 @@ class Projected(NamedTuple):
     v: Float[Tensor, "b h_kv m d_v"]
     lengths: Int[Tensor, " b"] | None
     at: At | Tensor
+
+
+class Complete(NamedTuple):
+    """All pairs that may attend, the declared pattern included: a stack gives it for packed documents."""
+
+    table: Bool[Tensor, "b #h n n"]
 
 
 class MultiHeadAttention(nn.Module):
@@ -71,7 +77,7 @@ class MultiHeadAttention(nn.Module):
         *,
         values: Float[Tensor, "b m_values d_values"] | None = None,
         lengths: Int[Tensor, " b"] | None = None,
-        pattern: Pattern | Tensor | Sequence[Pattern] | None = None,
+        pattern: Pattern | Tensor | Sequence[Pattern] | Complete | None = None,
         bias: Bias = None,
         cache: KeyValues | None = None,
         at: At | Tensor = None,
@@ -312,10 +318,12 @@ class MultiHeadAttention(nn.Module):
         n, m = p.q.shape[-2], p.k.shape[-2]
         return _offset_positions(p.at, n, m - n, p.q.device), torch.arange(m, device=p.q.device)
 
-    def _pattern(self, given: Pattern | Tensor | Sequence[Pattern] | None) -> Pattern | Tensor | None:
+    def _pattern(
+        self, given: Pattern | Tensor | Sequence[Pattern] | Complete | None
+    ) -> Pattern | Tensor | None:
         own = self.spec.pattern
-        if given is None:
-            return own
+        if given is None or isinstance(given, Complete):
+            return own if given is None else given.table
         if isinstance(given, list | tuple):
             given = per_head(given)
         if isinstance(given, Pattern):
