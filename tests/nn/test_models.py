@@ -463,6 +463,8 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(RegardError) as e:
         rg.save(torch.nn.Linear(2, 2), tmp_path)
     assert str(e.value) == "Linear was not built from a spec, so it has no declaration to save"
+    with pytest.raises(RegardError, match="DataParallel wraps a model; save the model itself"):
+        rg.save(torch.nn.DataParallel(built(rg.preset("tiny-vit"))), tmp_path)
 
 
 def test_a_decoder_without_a_context_says_so():
