@@ -322,8 +322,10 @@ class MultiHeadAttention(nn.Module):
         self, given: Pattern | Tensor | Sequence[Pattern] | Complete | None
     ) -> Pattern | Tensor | None:
         own = self.spec.pattern
-        if given is None or isinstance(given, Complete):
-            return own if given is None else given.table
+        if given is None:
+            return own
+        if isinstance(given, Complete):
+            return given.table
         if isinstance(given, list | tuple):
             given = per_head(given)
         if isinstance(given, Pattern):

@@ -308,6 +308,8 @@ class T5Buckets(DistanceScore):
     """table_h[bucket(j − i)]. The table is initialized to zero, that is, attention without positions; an additive
     bias has a nonzero gradient there."""
 
+    position: t5_buckets
+
     def __init__(self, position: t5_buckets, heads: int):
         super().__init__(position)
         self.table = nn.Parameter(torch.zeros(heads, position.buckets))

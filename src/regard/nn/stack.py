@@ -104,13 +104,14 @@ class Stack(nn.Module):
         x = self._embed(x, types, cache, documents, drops=not begins)
         bias = self._bias(x, cache)
         states: Any = Residual(None, x, self.embedding.spec.dropout) if begins else x
+        allowed: Pattern | Tensor | Complete | None = pattern
         if documents is not None:
-            pattern = _within_documents(documents, pattern, self.spec.block.attention.pattern)
+            allowed = _within_documents(documents, pattern, self.spec.block.attention.pattern)
         for i, block in enumerate(self.blocks):
             options: dict[str, Any] = {
                 "lengths": lengths,
                 "context_lengths": context_lengths,
-                "pattern": pattern,
+                "pattern": allowed,
                 "bias": bias,
                 "cache": cache and cache.layers[i],
                 "weights": weights and weights[i],
