@@ -60,7 +60,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
     """Refuse arguments that are not dense tensors, lengths and offsets that are not whole numbers, and a wrong scale.
 
-    None is refused for q, k and v only; a bias may also be a value of this library.
+    None is refused for x, q, k and v only; a bias may also be a value of this library.
     """
     import torch
 
@@ -75,7 +75,7 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
                     "the other with pattern=rg.documents(ids)"
                 )
             continue
-        if x is None and name not in "qkv":
+        if x is None and name not in "xqkv":
             continue
         if name == "bias" and not isinstance(x, list | tuple | int | float) and not hasattr(x, "__array__"):
             continue

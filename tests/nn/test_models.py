@@ -301,6 +301,32 @@ def test_documents_in_one_row_equal_each_alone():
     assert torch.allclose(packed[:, 4:], model(second), atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "declared, given",
+    [
+        (rg.causal() & (rg.window(1) | rg.every(3)), None),
+        (rg.causal() & (rg.window(0) | rg.sinks(1)), rg.window(2)),
+        (rg.blocks(2), None),
+        (rg.causal(), rg.window(0) | rg.every(2)),
+        (rg.every(2) | rg.window(0), rg.per_head([rg.blocks(2), rg.causal()])),
+    ],
+    ids=str,
+)
+def test_patterns_count_positions_within_each_document(declared, given):
+    block = Block(Attention(8, heads=2, pattern=declared, position=rg.rope()), rg.FeedForward(8))
+    model = built(Encoder(block, 2, embedding=Embedding(50, 8), head=rg.LanguageHead(), checkpoint=True))
+    texts = [ids(2, 5), ids(2, 3, seed=1), ids(2, 4, seed=2)]
+    documents = torch.tensor([[0] * 5 + [1] * 3 + [2] * 4]).expand(2, 12)
+    packed = model(torch.cat(texts, 1), documents=documents, pattern=given)
+    alone = torch.cat([model(text, pattern=given) for text in texts], 1)
+    assert torch.allclose(packed, alone, atol=1e-12)
+    table = torch.ones(12, 12, dtype=torch.bool)
+    if given is None:
+        assert torch.allclose(
+            model(torch.cat(texts, 1), documents=documents, pattern=table), alone, atol=1e-12
+        )
+
+
 def test_an_image_of_another_size_is_refused():
     model = built(rg.preset("tiny-vit"))
     with pytest.raises(ShapeError) as e:
@@ -437,6 +463,8 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(RegardError) as e:
         rg.save(torch.nn.Linear(2, 2), tmp_path)
     assert str(e.value) == "Linear was not built from a spec, so it has no declaration to save"
+    with pytest.raises(RegardError, match="DataParallel wraps a model; save the model itself"):
+        rg.save(torch.nn.DataParallel(built(rg.preset("tiny-vit"))), tmp_path)
 
 
 def test_a_decoder_without_a_context_says_so():

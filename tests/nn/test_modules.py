@@ -267,6 +267,24 @@ def test_an_input_of_the_wrong_width_is_named():
     assert str(e.value) == "the context has width 5; declared is d_context=12"
 
 
+@pytest.mark.compiled  # runs without the shape checker, which would refuse these first
+def test_an_input_that_is_no_tensor_is_named():
+    layer, x = built(Attention(12, heads=3)), randn(1, 7, 12)
+    for inputs, name, kind in (
+        ((x.numpy(),), "x", "ndarray"),
+        ((x.tolist(),), "x", "list"),
+        ((x, x.numpy()), "context", "ndarray"),
+    ):
+        with pytest.raises(ShapeError) as e:
+            layer(*inputs)
+        assert str(e.value) == f"{name} is of type {kind}, not a tensor; use torch.as_tensor({name})"
+    stack = built(rg.Encoder(Block(Attention(12, heads=3), None), 1))
+    with pytest.raises(ShapeError, match="x is of type ndarray, not a tensor"):
+        stack(x.numpy())
+    with pytest.raises(ShapeError, match="x is None, not a tensor"):
+        layer(None)
+
+
 @pytest.mark.ledger("S3.Q3.0", "S1.Q5a.6", "S1.Q5a.7", "S1.Q7b.2", "S4.1.4e.2")
 @pytest.mark.parametrize("norm_at", ["post", "pre"])
 @pytest.mark.parametrize("residual", [True, False])

@@ -57,6 +57,7 @@ def cost(
     """
     if isinstance(model, str):
         model = preset(model)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     require_positive("batch", batch)
     training_of(train)  # an error if it is no training step
     kind = str(dtype).removeprefix("torch.")

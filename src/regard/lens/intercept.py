@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compat import (
     DispatchMode,
@@ -371,6 +372,9 @@ def _reporting_sdpa(original: Callable[..., Any]) -> Callable[..., Any]:
         interceptor = _active()
         if interceptor is None or interceptor.paused or transforms_active():
             return original(*args, **kwargs)  # inside torch.vmap the operators are intercepted
+        if has_torch_function(given := (*args, *kwargs.values())):
+            # What handles it may compute something else: a pattern of rg.use, whose own call is then reported.
+            return handle_torch_function(scaled_dot_product_attention, given, *args, **kwargs)
         source = None
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
             interceptor.miss(f"{interceptor.path()}: attention over nested tensors is not supported")

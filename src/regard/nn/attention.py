@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .. import compat, spec
 from ..engine import attention as engine
 from ..engine import fused_qkv
 from ..engine.call import Bias
-from ..errors import ShapeError, not_an_argument_of
+from ..errors import ShapeError, not_an_argument_of, require_tensors
 from ..pattern import At, Pattern, causal, per_head
 from ..reference import repeat_heads, tanh_scores
 from . import position as positions
@@ -30,6 +30,12 @@ class Projected(NamedTuple):
     v: Float[Tensor, "b h_kv m d_v"]
     lengths: Int[Tensor, " b"] | None
     at: At | Tensor
+
+
+class Complete(NamedTuple):
+    """All pairs that may attend, the declared pattern included: a stack gives it for packed documents."""
+
+    table: Bool[Tensor, "b #h n n"]
 
 
 class MultiHeadAttention(nn.Module):
@@ -71,7 +77,7 @@ class MultiHeadAttention(nn.Module):
         *,
         values: Float[Tensor, "b m_values d_values"] | None = None,
         lengths: Int[Tensor, " b"] | None = None,
-        pattern: Pattern | Tensor | Sequence[Pattern] | None = None,
+        pattern: Pattern | Tensor | Sequence[Pattern] | Complete | None = None,
         bias: Bias = None,
         cache: KeyValues | None = None,
         at: At | Tensor = None,
@@ -88,6 +94,7 @@ class MultiHeadAttention(nn.Module):
         """
         if foreign:
             raise not_an_argument_of(self, foreign)
+        require_tensors(x=x, context=context, values=values)
         options = (
             values is not None
             or pattern is not None
@@ -153,6 +160,8 @@ class MultiHeadAttention(nn.Module):
         projections: Any = (self.w_q, self.w_k, self.w_v)
         if any(type(w) is not nn.Linear for w in projections) or compat.has_hooks(*projections):
             return False
+        if self.w_q.out_features != size.heads * size.d_k:  # type: ignore[union-attr]
+            return False
         source = x if context is None else context
         self._check_widths(x, source)
         if lengths is not None and (lengths.shape != x.shape[:1] or lengths.device != x.device):
@@ -199,6 +208,13 @@ class MultiHeadAttention(nn.Module):
         return {"qkv": [self.w_q, self.w_k, self.w_v], **groups}
 
     def _project(self, x, inputs, lengths, cache, at) -> Projected:
+        p = self._projected(x, inputs, lengths, cache, at)
+        heads, kv_heads = p.q.shape[1], p.k.shape[1]
+        if heads != self.spec.heads or kv_heads != self.spec.sizes.kv_heads:
+            self._require_share(heads, kv_heads)
+        return p
+
+    def _projected(self, x, inputs, lengths, cache, at) -> Projected:
         context, values = inputs
         source = x if context is None else context
         values = source if values is None else values
@@ -237,7 +253,7 @@ class MultiHeadAttention(nn.Module):
     def _queries(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b h n d_k"]:
         if self.w_q is None:  # the scores are those of the position alone
             return x.new_zeros(x.shape[0], self.spec.heads, x.shape[1], 1)
-        return rearrange(self.w_q(x), "b n (h d) -> b h n d", h=self.spec.heads)
+        return self._heads("w_q", x, self.spec.sizes.d_k)
 
     def _keys(self, source: Float[Tensor, "b m d_context"]) -> Float[Tensor, "b h_kv m d_k"]:
         kv_heads = self.spec.sizes.kv_heads
@@ -246,10 +262,40 @@ class MultiHeadAttention(nn.Module):
                 return source.new_zeros(source.shape[0], kv_heads, source.shape[1], 1)
             case "bilinear":  # q·W·k: the keys are the input itself
                 return rearrange(source, "b m d -> b 1 m d").expand(-1, kv_heads, -1, -1)
-        return rearrange(self.w_k(source), "b m (h d) -> b h m d", h=kv_heads)
+        return self._heads("w_k", source, self.spec.sizes.d_k)
 
     def _values(self, source: Float[Tensor, "b m d_values"]) -> Float[Tensor, "b h_kv m d_v"]:
-        return rearrange(self.w_v(source), "b m (h d) -> b h m d", h=self.spec.sizes.kv_heads)
+        return self._heads("w_v", source, self.spec.sizes.d_v)
+
+    def _heads(self, name: str, x: Float[Tensor, "b m d_in"], width: int) -> Float[Tensor, "b h m {width}"]:
+        """The product with this projection, by heads: all of them, or those of this process in tensor parallelism."""
+        columns = getattr(self, name)(x)
+        if columns.shape[-1] % width:
+            raise ShapeError(
+                f"{name} gives {columns.shape[-1]} columns, which are not heads of {width}: split it by whole heads"
+            )
+        return rearrange(columns, "b m (h d) -> b h m d", d=width)
+
+    def _require_share(self, heads: int, kv_heads: int) -> None:
+        """Refuse projections with other heads than declared, unless they are a share that is complete by itself."""
+        size, declared = self.spec.sizes, self.spec
+        got = f"w_q gives {heads} of {size.heads} heads and w_k {kv_heads} of {size.kv_heads}"
+        if heads * size.kv_heads != kv_heads * size.heads and size.kv_heads != 1:
+            raise ShapeError(
+                f"{got}: split both in the same proportion, so that a query head finds its key/value head"
+            )
+        scores = declared.position is not None and declared.position.acts == "score"
+        by_head = {
+            f"score={declared.score!r}": declared.score not in ("dot", "bilinear"),
+            repr(declared.position): scores,
+            "sink_logits=True": declared.sink_logits,
+            "extra_key=True": declared.extra_key,
+        }
+        if named := [name for name, present in by_head.items() if present]:
+            raise ShapeError(
+                f"{got}, but {named[0]} is for all {size.heads} heads; split heads between processes without it: "
+                "with position=rope() or no position"
+            )
 
     def _score(self, p: Projected, bias: Bias) -> tuple[Tensor, Bias, int | float | None]:
         """The queries, the bias and the scale: a score that is not a dot product becomes a bias with zero queries."""
@@ -261,7 +307,7 @@ class MultiHeadAttention(nn.Module):
             return torch.zeros_like(p.q), _add(finite * scores, bias), inf if hard else None
         if self.spec.position is not None and self.spec.position.acts == "score":
             q_at, k_at = self._positions(p)
-            own = self.position.by_distance(_max_distance(p)) if q_at.dim() == 1 else None
+            own = self.position.by_distance(_max_distance(p), p.q.device) if q_at.dim() == 1 else None
             scale = p.q.shape[-1] ** -0.5 if factor is None else factor
             if own is None or bias is not None:
                 own = self.position(q_at, k_at, p.q, scale)
@@ -272,10 +318,14 @@ class MultiHeadAttention(nn.Module):
         n, m = p.q.shape[-2], p.k.shape[-2]
         return _offset_positions(p.at, n, m - n, p.q.device), torch.arange(m, device=p.q.device)
 
-    def _pattern(self, given: Pattern | Tensor | Sequence[Pattern] | None) -> Pattern | Tensor | None:
+    def _pattern(
+        self, given: Pattern | Tensor | Sequence[Pattern] | Complete | None
+    ) -> Pattern | Tensor | None:
         own = self.spec.pattern
         if given is None:
             return own
+        if isinstance(given, Complete):
+            return given.table
         if isinstance(given, list | tuple):
             given = per_head(given)
         if isinstance(given, Pattern):

@@ -38,8 +38,7 @@ class MixingLayer(nn.Module):
                 total = reduce(v, "b m d -> b d", "sum")
                 count = m if lengths is None else rearrange(lengths.clamp(1, m), "b -> b 1")
                 return repeat(total / count, "b d -> b n d", n=m)
-        self._check_index(m)
-        return v[:, self.index]
+        return v[:, self._index(m, v.device)]
 
     def matrix(self, m: int, lengths: Int[Tensor, " b"] | None = None) -> Float[Tensor, "*b n m"]:
         """The matrix A; one per batch row where lengths are given."""
@@ -49,18 +48,20 @@ class MixingLayer(nn.Module):
             case "average":
                 a = torch.ones(m, m, device=self.index.device)
             case _:
-                self._check_index(m)
-                a = torch.eye(m, device=self.index.device)[self.index]
+                index = self._index(m, self.index.device)
+                a = torch.eye(m, device=index.device)[index]
         if lengths is not None:
             a = a * rearrange(_real(lengths, m), "b m -> b 1 m")
         return a / a.sum(-1, keepdim=True).clamp(min=1)  # a row without an allowed value stays zeros
 
-    def _check_index(self, m: int) -> None:
+    def _index(self, m: int, device: torch.device) -> Int[Tensor, " n"]:
+        """The declared index. The buffer moves with the module, but is empty memory after `to_empty`."""
         outside = [j for j in self.spec.index or () if not 0 <= j < m]
         if outside:
             raise ShapeError(
                 f"index {outside[0]} of {self.spec!r} is not among the {m} positions 0 … {m - 1}"
             )
+        return torch.tensor(self.spec.index or (), dtype=torch.long, device=device)
 
     def extra_repr(self) -> str:
         return repr(self.spec)

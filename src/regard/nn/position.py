@@ -10,6 +10,7 @@ rows and columns (…, n, 2). A score module whose bias depends on the 1-D dista
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Int, Real
 from torch import Tensor, nn
 
-from ..engine.call import readable
+from ..engine.call import eager, readable
 from ..errors import ShapeError, SpecError
 from ..position import (
     ByDistance,
@@ -39,8 +40,9 @@ from ..position import (
     sinusoid,
     sinusoid_grid,
     sinusoidal,
-    t5_bucket,
+    t5_bucket_between,
     t5_buckets,
+    t5_edges,
 )
 from . import branch_end
 from .cached_rotation import EXACT, rotate_along
@@ -256,13 +258,18 @@ def _rotates_on_gpu(x: Tensor) -> bool:
 
 
 class Score(nn.Module):
-    """A bias of the scores; `by_distance()` is None where it is not a function of the 1-D distance."""
+    """A bias of the scores; `by_distance()` is None where it is not a function of the 1-D distance.
+
+    What follows from the declaration is computed where it is used, on the device of the call or of the parameters. A
+    buffer would lose it where weights are loaded into a module that was built on the meta device.
+    """
 
     def __init__(self, position: Position):
         super().__init__()
         self.position = position
 
-    def by_distance(self, reach: int | None = None) -> ByDistance | None:
+    def by_distance(self, reach: int | None = None, device: torch.device | None = None) -> ByDistance | None:
+        """reach: the largest distance in use. device: of the queries, for a bias without parameters."""
         return None
 
     def extra_repr(self) -> str:
@@ -279,7 +286,7 @@ class DistanceScore(Score):
         q: Float[Tensor, "..."] | None = None,
         scale: float = 1.0,
     ) -> Float[Tensor, "*b h n m"]:
-        bias = self.by_distance()
+        bias = self.by_distance(device=q_positions.device)
         assert bias is not None
         given = bias.slopes if bias.table is None else bias.table
         assert given is not None
@@ -292,30 +299,36 @@ class Alibi(DistanceScore):
     def __init__(self, position: alibi, heads: int):
         super().__init__(position)
         self.heads = heads
-        self._device_marker: Tensor
-        self.register_buffer(
-            "_device_marker", torch.empty(0), persistent=False
-        )  # moves with the module, so its device is the module's
 
-    def by_distance(self, reach: int | None = None) -> ByDistance:
-        return ByDistance(slopes=alibi_slopes(self.heads, self._device_marker.device))
+    def by_distance(self, reach: int | None = None, device: torch.device | None = None) -> ByDistance:
+        return ByDistance(slopes=alibi_slopes(self.heads, device))
 
 
 class T5Buckets(DistanceScore):
     """table_h[bucket(j − i)]. The table is initialized to zero, that is, attention without positions; an additive
     bias has a nonzero gradient there."""
 
+    position: t5_buckets
+
     def __init__(self, position: t5_buckets, heads: int):
         super().__init__(position)
-        p = position
-        self.table = nn.Parameter(torch.zeros(heads, p.buckets))
-        distances = torch.arange(-p.max_distance, p.max_distance + 1)
-        buckets = t5_bucket(distances, p.buckets, p.max_distance, p.bidirectional)
-        self.buckets: Tensor
-        self.register_buffer("buckets", buckets, persistent=False)
+        self.table = nn.Parameter(torch.zeros(heads, position.buckets))
+        self.edges = t5_edges(position)
 
-    def by_distance(self, reach: int | None = None) -> ByDistance:
-        return ByDistance(table=self.table[:, self.buckets])
+    def by_distance(self, reach: int | None = None, device: torch.device | None = None) -> ByDistance:
+        buckets = _cached_buckets if eager(self.table) else _buckets
+        return ByDistance(table=self.table[:, buckets(self.position, self.edges, self.table.device)])
+
+
+def _buckets(p: t5_buckets, edges: tuple[int, ...], device: torch.device) -> Int[Tensor, " distances"]:
+    """The bucket of each distance from −max_distance to max_distance."""
+    return t5_bucket_between(torch.arange(-p.max_distance, p.max_distance + 1, device=device), p, edges)
+
+
+@lru_cache(maxsize=64)
+def _cached_buckets(p: t5_buckets, edges: tuple[int, ...], device: torch.device) -> Int[Tensor, " distances"]:
+    with torch.inference_mode(False):  # a cached inference tensor could not be used in training
+        return _buckets(p, edges, device)
 
 
 class RelativeTable(DistanceScore):
@@ -325,7 +338,7 @@ class RelativeTable(DistanceScore):
         super().__init__(position)
         self.table = nn.Parameter(torch.zeros(heads, position.entries))
 
-    def by_distance(self, reach: int | None = None) -> ByDistance:
+    def by_distance(self, reach: int | None = None, device: torch.device | None = None) -> ByDistance:
         return ByDistance(table=self.table)
 
 
@@ -428,8 +441,8 @@ class Quadratic(Score):
         scores = quadratic_scores(self.center, self.alpha, torch.stack(distances, dim=-1))
         return rearrange(scores, "h ... n m -> ... h n m")
 
-    def by_distance(self, reach: int | None = None) -> ByDistance | None:
-        """On a line: the scores of the 2·reach + 1 distances; `reach` is the largest distance in use."""
+    def by_distance(self, reach: int | None = None, device: torch.device | None = None) -> ByDistance | None:
+        """On a line: the scores of the 2·reach + 1 distances."""
         if self.position.grid is not None or reach is None:
             return None
         distances = torch.arange(-reach, reach + 1, device=self.center.device)

@@ -27,6 +27,9 @@ def save(model: nn.Module, folder: str | Path, weights: str = "float") -> Path:
     model = getattr(model, "_orig_mod", model)  # torch.compile(model) stores its weights under other names
     declared = getattr(model, "spec", None)
     if not isinstance(declared, spec.Spec):
+        inner = getattr(model, "module", None)
+        if isinstance(getattr(inner, "spec", None), spec.Spec):
+            raise RegardError(f"{type(model).__name__} wraps a model; save the model itself: model.module")
         raise RegardError(
             f"{type(model).__name__} was not built from a spec, so it has no declaration to save"
         )

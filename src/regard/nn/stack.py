@@ -12,9 +12,10 @@ from .. import compat, spec
 from .. import pattern as patterns
 from ..engine.call import Bias
 from ..errors import ShapeError, not_an_argument_of
-from ..pattern import Pattern
+from ..pattern import Pattern, per_head
 from ..position import learned
 from . import position as positions
+from .attention import Complete
 from .block import Block, Residual
 from .branch_end import computed_in
 from .cache import Cache
@@ -61,7 +62,8 @@ class Stack(nn.Module):
         """Logits, class scores, or states where there is no head; with return_weights also the attention weights.
 
         lengths: the number of real tokens per row; the rest is padding at its end. documents: the document of each
-        token, where a row holds several: no token attends to another document, and positions start at 0 in each.
+        token, where a row holds several: no token attends to another document, and positions start at 0 in each,
+        those of the patterns too (every, sinks, blocks, …; then there is a table of n × n pairs).
         pattern: restricts the declared pattern further. cache: holds earlier keys and values, so that each call
         passes only new tokens. return_weights: a list with a dictionary per block, "self" and "cross".
         """
@@ -102,13 +104,14 @@ class Stack(nn.Module):
         x = self._embed(x, types, cache, documents, drops=not begins)
         bias = self._bias(x, cache)
         states: Any = Residual(None, x, self.embedding.spec.dropout) if begins else x
+        allowed: Pattern | Tensor | Complete | None = pattern
         if documents is not None:
-            pattern = _within_documents(documents, pattern)
+            allowed = _within_documents(documents, pattern, self.spec.block.attention.pattern)
         for i, block in enumerate(self.blocks):
             options: dict[str, Any] = {
                 "lengths": lengths,
                 "context_lengths": context_lengths,
-                "pattern": pattern,
+                "pattern": allowed,
                 "bias": bias,
                 "cache": cache and cache.layers[i],
                 "weights": weights and weights[i],
@@ -176,7 +179,7 @@ class Stack(nn.Module):
             return None
         start = 0 if cache is None else cache.offset
         filled = x.shape[1] + (0 if cache is None else cache.filled)
-        if (bias := self.position.by_distance(filled - 1)) is not None:
+        if (bias := self.position.by_distance(filled - 1, x.device)) is not None:
             return bias
         index = torch.arange(x.shape[1], device=x.device)
         q_positions = index + (start[:, None] if isinstance(start, Tensor) else start)
@@ -195,11 +198,25 @@ def document_positions(documents: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
     return index - index.where(first, 0).cummax(1).values
 
 
-def _within_documents(ids: Int[Tensor, "b n"], pattern: Pattern | Tensor | None) -> Pattern | Tensor:
-    within = patterns.documents(ids)
-    if pattern is None or isinstance(pattern, Pattern):
-        return within if pattern is None else pattern & within
-    return pattern & within.allowed(ids.shape[1], ids.shape[1], device=ids.device)
+def _within_documents(
+    ids: Int[Tensor, "b n"], given: Pattern | Tensor | None, declared: Pattern
+) -> Pattern | Tensor | Complete:
+    """The given pattern within each document; if it or the declared one names positions, a table of both."""
+    within, n = patterns.documents(ids), ids.shape[1]
+    words = [given] if isinstance(given, Pattern) and not given.has_data else []
+    if all(p.shift_period == 1 for p in (declared, *words)):
+        if given is None or isinstance(given, Pattern):
+            return within if given is None else given & within
+        return given & within.allowed(n, n, device=ids.device)
+    place = document_positions(ids)
+    table = (ids[:, :, None] == ids[:, None])[:, None]
+    for p in (declared, *words):
+        each = p.patterns if isinstance(p, per_head) else (p,)
+        pairs = [one.allows(place[:, :, None], place[:, None]) & table[:, 0] for one in each]
+        table = table & torch.stack(pairs, 1)
+    if words or given is None:
+        return Complete(table)
+    return Complete(table & (given.allowed(n, n, device=ids.device) if isinstance(given, Pattern) else given))
 
 
 def head(declared: spec.Encoder | spec.Decoder) -> nn.Module | None:

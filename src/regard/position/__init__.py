@@ -11,7 +11,16 @@ Angles are computed in float64: in float32 the angle of position 100,000 is off 
 """
 
 from .angles import cos_sin, rates, rotate, rotate_grid, sinusoid, sinusoid_grid
-from .distance import ByDistance, alibi_slopes, offsets, quadratic_scores, skew, t5_bucket
+from .distance import (
+    ByDistance,
+    alibi_slopes,
+    offsets,
+    quadratic_scores,
+    skew,
+    t5_bucket,
+    t5_bucket_between,
+    t5_edges,
+)
 from .tables import coordinates, resample, resample_grid
 from .words import (
     KINDS,
@@ -51,5 +60,7 @@ __all__ = [
     "sinusoidal",
     "skew",
     "t5_bucket",
+    "t5_bucket_between",
     "t5_buckets",
+    "t5_edges",
 ]

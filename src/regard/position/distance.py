@@ -113,17 +113,28 @@ def t5_bucket(
     so no result depends on the rounding of a logarithm.
     """
     declared = t5_buckets(buckets, max_distance, bidirectional)
+    return t5_bucket_between(distances, declared, t5_edges(declared))
+
+
+def t5_edges(declared: t5_buckets) -> tuple[int, ...]:
+    """The smallest distance of each bucket of one direction but the first."""
     exact, log_steps = declared.exact, declared.one_way - declared.exact
-    reachable = range(exact, max_distance + 1)
+    reachable = range(exact, declared.max_distance + 1)
 
     def edge(t: int) -> int:  # the smallest distance with (distance/e)^(B−e) ≥ (max_distance/e)^t
-        past = max_distance**t * exact**log_steps
+        past = declared.max_distance**t * exact**log_steps
         return reachable[bisect_left(reachable, past, key=lambda distance: distance**log_steps * exact**t)]
 
-    edges = [*range(1, exact + 1), *(edge(t) for t in range(1, log_steps))]
-    size = distances.abs() if bidirectional else (-distances).clamp(min=0)
+    return (*range(1, exact + 1), *(edge(t) for t in range(1, log_steps)))
+
+
+def t5_bucket_between(
+    distances: Int[Tensor, "*o"], declared: t5_buckets, edges: tuple[int, ...]
+) -> Int[Tensor, "*o"]:
+    """`t5_bucket` with its edges, which a compiler cannot compute."""
+    size = distances.abs() if declared.bidirectional else (-distances).clamp(min=0)
     bucket = torch.bucketize(size, torch.tensor(edges, device=distances.device), right=True)
-    return bucket + declared.one_way * (distances > 0) if bidirectional else bucket
+    return bucket + declared.one_way * (distances > 0) if declared.bidirectional else bucket
 
 
 def quadratic_scores(

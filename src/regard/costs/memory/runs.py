@@ -7,8 +7,11 @@ ddp   everything, and gradients a second time in the buckets that are exchanged
 """
 
 import copy
+import sys
+import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
@@ -148,7 +151,8 @@ def run(setting: Setting) -> Run:
     count = sum(p.numel() for p in setting.module.parameters())
     known = f"; still known: {count:,} parameters, {readable(4 * count)} in float32"
     try:
-        with torch.inference_mode(False):  # in which operators arrive whole, and no FLOPs would be counted
+        # In inference mode operators arrive whole, and no FLOPs would be counted.
+        with torch.inference_mode(False), _as_written():
             return _run(setting)
     except DataDependent as e:
         raise DataDependent(f"{e}{known}") from e
@@ -163,6 +167,19 @@ def run(setting: Setting) -> Run:
         words = text if type(e) is RuntimeError and text else f"{type(e).__name__}: {text}".rstrip(": ")
         words = next((said for key, said in UNTRACED.items() if key in text), words)
         raise ShapeError(f"{name} fails on inputs of these shapes: {words}{known}") from e
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Parts that torch.compile wraps run as they are written: compiling meta tensors would fail."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.filterwarnings(
+            "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"
+        )
+        yield
 
 
 def _run(setting: Setting) -> Run:

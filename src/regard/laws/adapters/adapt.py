@@ -22,7 +22,13 @@ from .regard import regard_function, regard_model
 from .sdpa import sdpa
 from .seeded import seeded
 from .torch_attention import multihead_attention
-from .torch_transformer import transformer, transformer_decoder, transformer_encoder
+from .torch_transformer import (
+    transformer,
+    transformer_decoder,
+    transformer_decoder_layer,
+    transformer_encoder,
+    transformer_encoder_layer,
+)
 from .x_transformers import x_transformers
 
 ADAPTER_HINT = (
@@ -34,8 +40,11 @@ TORCH: dict[type[nn.Module], Callable[..., Model]] = {
     nn.MultiheadAttention: multihead_attention,
     nn.TransformerEncoder: transformer_encoder,
     nn.TransformerDecoder: transformer_decoder,
+    nn.TransformerEncoderLayer: transformer_encoder_layer,
+    nn.TransformerDecoderLayer: transformer_decoder_layer,
     nn.Transformer: transformer,
 }
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def adapt(
@@ -149,7 +158,10 @@ def _parameter_name(size: str, parameters: Any) -> str:
 
 def _module(module: nn.Module, hints: Hints) -> Target:
     for kind, adapter in TORCH.items():
-        if isinstance(module, kind):
+        own = (
+            kind in LAYERS and type(module).forward is not kind.forward
+        )  # often written anew, with other arguments
+        if isinstance(module, kind) and not own:
             return adapter(module)
     if isinstance(getattr(module, "spec", None), spec.Spec):
         return regard_model(module)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import SpecError
+from ...pattern import WORDS, Pattern, neighborhood
 from ..target import OPTIONS, Function, Model, Target
 from .from_images import images_from_signature
 from .from_signature import Hints, function_from_signature
@@ -52,6 +53,7 @@ NO_POSITIONS = re.compile(  # words that deny them, or that are about tokens at 
     re.I,
 )
 PROBED_LENGTH = 12  # positions, among which a mask of blocks or of a window hides some
+PATTERN_CODE = re.compile(rf"\b(rg|regard)\.({'|'.join(word.__name__ for word in (*WORDS, neighborhood))})\(")
 CAUSAL_CODE = re.compile(r"is_causal\s*=\s*True|\btr(il|iu)\b")
 
 
@@ -74,9 +76,8 @@ class ModuleReader:
         self.cache = next((n for n in CACHES if n in self.parameters), None)
         self.start = next((n for n in START if n in self.parameters), None)
         self.encodings: dict[str, MaskEncoding] = {}
-        self.sequence_first = (
-            says_sequence_first(self.text) or size_of(module, ("batch_first",), bool) is False
-        )
+        given = size_of(module, ("batch_first",), bool)  # a docstring that explains it names both orders
+        self.sequence_first = says_sequence_first(self.text) if given is None else not given
         self.notes: list[str] = []
         self.context_mask: str | None = None  # a parameter `mask` that is about the context
         self.context_width: int | None = None  # None: as wide as the input
@@ -435,10 +436,17 @@ def _without(claims: set[str], reader: ModuleReader) -> set[str]:
 
 
 def _has_keys_by_position(reader: ModuleReader) -> bool:
-    """Whether a module speaks of a window, blocks, global tokens and the like, and some output misses some input."""
-    if not re.search(KEYS_BY_POSITION, reader.text, re.I):
+    """Whether a module speaks of a window, blocks, global tokens and the like, or has a pattern of regard, and some
+    output misses some input."""
+    if not re.search(KEYS_BY_POSITION, reader.text, re.I) and not _has_pattern(reader.module):
         return False
     try:
         return not bool(reader.effect(PROBED_LENGTH).all())
     except Exception:  # foreign code; the laws report what raises
         return False
+
+
+def _has_pattern(module: nn.Module) -> bool:
+    """Whether a module holds a pattern of regard, or makes one in its code."""
+    held = any(isinstance(x, Pattern) for m in module.modules() for x in vars(m).values())
+    return held or any(re.search(PATTERN_CODE, source_of(m)) for m in module.modules())

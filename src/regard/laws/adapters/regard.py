@@ -389,6 +389,8 @@ def _declarations(
         claims |= {"positions", "relative positions"}
     elif has_positions:
         claims |= {"positions"}
+    if declared.pattern.shift_period != 1:  # every, sinks, blocks: it names positions itself
+        claims = (claims - {"relative positions"}) | {"positions"}
     lacks = (
         set()
         if has_positions or not isinstance(declared.pattern, full)

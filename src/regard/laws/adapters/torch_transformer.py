@@ -1,4 +1,4 @@
-"""torch.nn.TransformerEncoder, TransformerDecoder and Transformer."""
+"""torch.nn.TransformerEncoder, TransformerDecoder, their layers, and Transformer."""
 
 import warnings
 from typing import Any
@@ -68,10 +68,29 @@ def transformer_decoder(
     return _stack(module, _decode, "decoder", CLAIMS | {"context", "context lengths"}, source)
 
 
+def transformer_encoder_layer(module: nn.TransformerEncoderLayer | None = None, **sizes: Any) -> Model:
+    """One layer of PyTorch's encoder."""
+    if module is None:
+        return transformer_encoder(**sizes, layers=1)
+    return _stack(module, _encode, "encoder", CLAIMS, None)
+
+
+def transformer_decoder_layer(module: nn.TransformerDecoderLayer | None = None, **sizes: Any) -> Model:
+    """One layer of PyTorch's decoder."""
+    if module is None:
+        return transformer_decoder(**sizes, layers=1)
+    return _stack(module, _decode, "decoder", CLAIMS | {"context", "context lengths"}, None)
+
+
+def _layers(module: Any) -> list[Any]:
+    """The layers of a stack; a layer is a stack of itself."""
+    return list(getattr(module, "layers", [module]))
+
+
 def _stack(module: Any, call: Any, of: str, claims: set[str], source: str | None) -> Model:
-    """A stack of PyTorch's layers; the branches of a pre-norm stack can be set to 0."""
-    first = module.layers[0]
-    pre = first.norm_first and module.norm is None
+    """A stack of PyTorch's layers, or one layer; the branches of a pre-norm stack can be set to 0."""
+    first, count = _layers(module)[0], len(_layers(module))
+    pre = first.norm_first and getattr(module, "norm", None) is None
     return Model(
         f"torch.nn.{type(module).__name__} (norm_first={first.norm_first})",
         module,
@@ -79,7 +98,7 @@ def _stack(module: Any, call: Any, of: str, claims: set[str], source: str | None
         architecture=of,
         d_model=first.self_attn.embed_dim,
         heads=first.self_attn.num_heads,
-        layers=len(module.layers),
+        layers=count,
         zero_branches=zero_branches if pre else None,
         claims=claims | ({"pre-norm"} if pre else set()),
         lacks=NO_POSITIONS,
@@ -132,10 +151,10 @@ def _encode(
     context: None = None,
     **options: Any,
 ) -> Float[Tensor, "b n d"]:
-    first: Any = module.layers[0]  # type: ignore[index]
+    first = _layers(module)[0]
     attention, masks = first.self_attn, Masks(**options)
     arguments = {
-        "mask": masks.attn_mask(x, x, attention.num_heads),
+        "src_mask" if first is module else "mask": masks.attn_mask(x, x, attention.num_heads),
         "src_key_padding_mask": masks.padding(x),
     }
     with warnings.catch_warnings():
@@ -149,7 +168,7 @@ def _decode(
     context: Float[Tensor, "b m d"],
     **options: Any,
 ) -> Float[Tensor, "b n d"]:
-    first: Any = module.layers[0]  # type: ignore[index]
+    first = _layers(module)[0]
     masks = Masks(**options)
     arguments = {
         "tgt_mask": masks.attn_mask(x, x, first.self_attn.num_heads),

@@ -39,19 +39,26 @@ def documents_isolated(harness: Harness, c: Case) -> Measurement:
 def model_documents(harness: Harness, c: Case) -> Measurement:
     """Two packed documents: the second does not depend on the first, and each gives the same output as alone."""
     x, cut = harness.sequence(c.b, c.n), int(harness.randint(c.n, low=1))
+    context = harness.context(c.b, c.n)
     ids = (torch.arange(c.n, device=harness.device) >= cut).long().expand(c.b, c.n).contiguous()
     other = x.clone()
     other[:, :cut] = harness.changed(x)[:, :cut]
     with torch.no_grad():
-        o, changed = harness.run(x, documents=ids), harness.run(other, documents=ids)
+        o, changed = (harness.run(t, context, documents=ids) for t in (x, other))
         measurements = [
             compare("document 2 after document 1 was changed", changed[:, cut:], o[:, cut:]),
-            compare("document 1 packed against document 1 by itself", o[:, :cut], harness.run(x[:, :cut])),
+            compare(
+                "document 1 packed against document 1 by itself", o[:, :cut], harness.run(x[:, :cut], context)
+            ),
         ]
         # With absolute positions, document 2 by itself has other positions than in the pack.
         if harness.supports("relative positions") or not harness.supports("positions"):
             measurements.append(
-                compare("document 2 packed against document 2 by itself", o[:, cut:], harness.run(x[:, cut:]))
+                compare(
+                    "document 2 packed against document 2 by itself",
+                    o[:, cut:],
+                    harness.run(x[:, cut:], context),
+                )
             )
     return worst(*measurements)
 

@@ -252,11 +252,12 @@ def sparse_is_masked_dense(harness: Harness, c: Case) -> Measurement:
 def model_masked(harness: Harness, c: Case) -> Measurement:
     """Inputs that a mask hides from a query have no effect on its output."""
     x, t = harness.sequence(c.b, c.n), int(harness.randint(c.n))
+    context = harness.context(c.b, c.n)
     allowed = (harness.rand(c.b, c.n, c.n) < 0.5) | torch.eye(c.n, dtype=torch.bool, device=harness.device)
     visible = allowed[:, t] if not x.is_floating_point() else allowed[:, t, :, None]
     with torch.no_grad():
-        o = harness.run(x, allowed=allowed)[:, t]
-        changed = harness.run(torch.where(visible, x, harness.changed(x)), allowed=allowed)[:, t]
+        o = harness.run(x, context, allowed=allowed)[:, t]
+        changed = harness.run(torch.where(visible, x, harness.changed(x)), context, allowed=allowed)[:, t]
     return compare(f"output {t} after masked inputs were changed", changed, o)
 
 
