@@ -11,18 +11,19 @@ import symtable
 import sys
 import tomllib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import jaxtyping
 import pytest
 
+import new_process
 import regard
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "regard"
 FILES = sorted(SRC.rglob("*.py"))
-parse = lru_cache(maxsize=None)(ast.parse)  # each file is read by several rules
+parse = cache(ast.parse)  # each file is read by several rules
 
 # A module may import modules of earlier groups; modules of one group do not import one another.
 ORDER = [
@@ -51,7 +52,7 @@ RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
 FRONT = {"__init__", "__main__"}  # these may import everything
 
 
-@lru_cache(maxsize=None)
+@cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
     """Of each file once, as several rules look at them."""
     return tuple(ast.walk(parse(source)))
@@ -390,7 +391,7 @@ EXTRAS = (
 
 def run(program: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(SRC.parent), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    return new_process.run(program, env=env)
 
 
 PACKAGE_OF = {
