@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
@@ -206,7 +207,11 @@ class Variant:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def formula(self, base: Formula | None = None) -> Formula:
-        return replace(base or Formula(), **self.changes)
+        return self._of_the_right_one if base is None else replace(base, **self.changes)
+
+    @cached_property
+    def _of_the_right_one(self) -> Formula:
+        return replace(Formula(), **self.changes)
 
     def disjoint(self, other: "Variant") -> bool:
         return not set(self.changes) & set(other.changes)
