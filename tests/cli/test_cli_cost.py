@@ -268,6 +268,7 @@ def test_a_bad_request_is_refused_with_a_message(words, result):
     assert result in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_a_function_that_returns_a_model(tmp_path, one_layer):
     program = f"import regard as rg\ndef make():\n    return rg.spec.from_json({one_layer.read_text()!r})\n"
     (tmp_path / "own.py").write_text(program)
@@ -287,6 +288,7 @@ def test_two_forms_of_output_are_an_error(command, words):
         run(*command)
 
 
+@pytest.mark.slow
 def test_the_planner_feeds_a_bar_in_a_terminal_until_the_command_ends(monkeypatch):
     from rich.progress import Progress
 
