@@ -21,15 +21,18 @@ unexport PYTHONDONTWRITEBYTECODE
 FIRST := tests/costs tests/engine tests/laws tests/lens tests/project
 comma := ,
 SHAPED := $(shell grep -rl jaxtyping src/regard --include=*.py | sed 's|^src/||; s|/__init__.py$$||; s|\.py$$||; s|/|.|g')
-CHECKED := --jaxtyping-packages=$(subst $(subst ,, ),$(comma),$(SHAPED)),beartype.beartype --checked-cases 1 \
+# No test but a compiled one reads a log, and pytest's own handlers of each test take as long as a small test.
+NO_LOG := -p no:logging
+CHECKED := $(NO_LOG) --jaxtyping-packages=$(subst $(subst ,, ),$(comma),$(SHAPED)),beartype.beartype --checked-cases 1 \
 	-m "not compiled and not long"
 
 # Under a minute on two cores: two cases per test and five examples per law, on the CPU, without tests that start
 # other processes (training runs, browsers, Triton's interpreter) or run whole models. No shape checker: it adds 10 s of
 # imports.
-QUICK := REGARD_EXAMPLES=5 $(PYTEST) --quick -m "not compiled and not long"
-QUICK_FIRST := tests/engine tests/pattern tests/reference tests/project/test_house.py
-QUICK_SECOND := tests/cli tests/costs tests/generation tests/laws tests/lens tests/nn tests/position tests/schedule tests/spec
+QUICK := REGARD_EXAMPLES=5 $(PYTEST) $(NO_LOG) --quick -m "not compiled and not long"
+QUICK_FIRST := tests/engine tests/generation tests/nn tests/pattern tests/position tests/reference tests/schedule tests/spec \
+	tests/project/test_house.py
+QUICK_SECOND := tests/cli tests/costs tests/laws tests/lens
 NOT_QUICK := $(addprefix --ignore=tests/,engine/cuda engine/gpu engine/test_fused_qkv.py engine/test_threads.py \
 	engine/test_cold_call.py costs/flops/test_flop_counter.py costs/memory costs/test_planner.py cli/test_law_cli.py \
 	laws/diagnosis laws/test_detection.py laws/test_html_report.py laws/test_judgment.py lens/test_ablation.py \

@@ -5,6 +5,8 @@ import os
 
 # Before torch is imported: on some CPUs oneDNN's bfloat16 products end in an illegal instruction otherwise.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+# Threads that wait for others sleep: the core on which they would spin runs the other half of the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections import Counter
 from functools import wraps

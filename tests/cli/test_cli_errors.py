@@ -394,6 +394,7 @@ def test_the_console_script_prints_a_sentence_about_an_unusable_file(tmp_path):
     assert done.returncode == 2 and done.stderr == f"error: {tmp_path / 'x.json'}: Is a directory\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 def test_a_full_disk_behind_stdout_is_a_sentence(tmp_path):
     """Exit code 1 means that a law is broken."""

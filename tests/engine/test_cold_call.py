@@ -1,9 +1,9 @@
 """How many files of the engine a first sparse call on the CPU runs through."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+import new_process
 
 SRC = Path(__file__).parents[2] / "src"
 MAX_FILES = 12
@@ -27,7 +27,7 @@ print("\\n".join(sorted(str(Path(f).relative_to(engine)) for f in files if str(e
 
 def test_a_cold_sparse_call_runs_through_few_files():
     env = {**os.environ, "PYTHONPATH": str(SRC), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=env)
+    done = new_process.run(PROGRAM, env=env)
     assert done.returncode == 0, done.stderr
     files = done.stdout.split()
     assert 0 < len(files) <= MAX_FILES, files

@@ -74,11 +74,16 @@ CALLS = {  # the arguments after q, k, v
     "hard": ((SPARSE,), {"scale": float("inf")}),
     "a scale of 0": ((causal(),), {"scale": 0.0}),
 }
-IN_LONG = {
+IN_LONG = {  # others have packed documents, lengths, bands, a bias by distance, an offset for each row and a scale
+    "full",
+    "causal",
+    "strided",
     "documents, packed",
     "lengths",
+    "ALiBi",
+    "one offset a row",
     "a scale of 0",
-}  # others have packed documents, lengths and a scale
+}
 
 
 @pytest.mark.parametrize(
@@ -140,10 +145,10 @@ def test_packed_documents_are_read_when_the_graph_runs():
 
 def test_packed_documents_are_one_opaque_operation():
     q, k, v = (x.requires_grad_() for x in qkv())
-    for kept in (None, torch.tensor([4, 11])):
-        for rest in (full().text, causal().text, (causal() & window(2)).text):
-            call = (q, k, v, extras(None, None, kept, None, IDS), rest, [4, 1], [0.3, 0.0, 0.0])
-            torch.library.opcheck(torch.ops.regard.sparse_attention.default, call)
+    kept = torch.tensor([4, 11])
+    for seen, rest in ((None, full()), (kept, causal()), (None, causal() & window(2))):
+        call = (q, k, v, extras(None, None, seen, None, IDS), rest.text, [4, 1], [0.3, 0.0, 0.0])
+        torch.library.opcheck(torch.ops.regard.sparse_attention.default, call)
 
 
 def test_a_compiled_bias_by_distance_makes_no_table_of_pairs():

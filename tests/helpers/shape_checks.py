@@ -9,6 +9,7 @@ state no shape are checked only where every call is.
 
 import inspect
 import re
+import sys
 from functools import wraps
 from typing import Any
 
@@ -19,6 +20,9 @@ from torch import Tensor
 SEEN: set | None = None  # kinds of calls that this test has checked; None: every call is checked
 EVER: set = set()  # kinds of calls that a test of this process has checked, without objects that may be gone
 STATED = re.compile(r"jaxtyping|\b(Float|Int|Bool|Real|Complex|Shaped)\[")
+# Where only some calls are checked, functions that state no shape are left as they are: a call costs nothing more.
+LEAVES_OTHERS = any(word.startswith("--checked-cases") for word in sys.argv)
+STATES: dict = {}  # code of functions: whether they state shapes
 MANY = 16  # entries of a list that are looked at: beartype looks at one
 _jaxtyped = _decorator.jaxtyped
 
@@ -46,6 +50,13 @@ def kind(x: Any, others: list) -> Any:
 
 
 def states_shapes(fn: Any) -> bool:
+    """Found once: an inner function is decorated each time that it is defined."""
+    if fn.__code__ not in STATES:
+        STATES[fn.__code__] = _states_shapes(fn)
+    return STATES[fn.__code__]
+
+
+def _states_shapes(fn: Any) -> bool:
     return any(STATED.search(str(hint)) for hint in getattr(fn, "__annotations__", {}).values())
 
 
@@ -53,8 +64,9 @@ def jaxtyped(fn: Any = _decorator._sentinel, *, typechecker: Any = _decorator._s
     """As jaxtyping's, which handles classes, methods and properties by this function."""
     if not inspect.isfunction(fn) or not callable(typechecker):
         return _jaxtyped(fn, typechecker=typechecker)
-    checked = None
-    has_shapes = states_shapes(fn)
+    checked, has_shapes = None, states_shapes(fn)
+    if LEAVES_OTHERS and not has_shapes:
+        return fn
 
     @wraps(fn)
     def run(*given, **named):

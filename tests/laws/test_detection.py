@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard as rg
+from long_cases import in_long
 from regard.errors import SpecError
 from regard.laws import Budget, Function, check, law, try_law
 from regard.laws.adapters import adapt
@@ -691,7 +692,9 @@ def test_an_option_that_no_law_switches_on_is_named():
     assert not any("not tested" in note for note in adapt(textbook).notes)
 
 
-@pytest.mark.parametrize("words", ["number of keys, its own included", "the number of keys including itself"])
+@pytest.mark.parametrize(
+    "words", ["number of keys, its own included", *in_long("the number of keys including itself")]
+)
 def test_a_window_that_counts_the_query_itself_is_read_from_words(words):
     def local(q, k, v, window):
         i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
@@ -741,7 +744,7 @@ class RoundedInside(nn.Module):
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("where", ["norm", "softmax"])
+@pytest.mark.parametrize("where", ["softmax", *in_long("norm")])
 def test_a_module_that_computes_in_float32_inside_has_no_wrong_gradient(where):
     """Differences of its outputs in float64 have the steps of float32; its gradients were reported as wrong."""
     verdict = check(RoundedInside(where))

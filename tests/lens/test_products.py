@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import einsum, nn
 
 import regard as rg
-from long_cases import rows_in_long
+from long_cases import in_long, rows_in_long
 from regard.lens.products import NO_QUERIES, NOT_POSITIONS, SUM_OF_SOFTMAXES
 from regard.lens.view import look
 
@@ -62,10 +62,12 @@ ONE_ROW, ONE_HEAD = (1, 3, 1, 7, 4), (2, 1, 5, 7, 4)
 @pytest.mark.parametrize(
     ("letters", "sizes"),
     [
-        *product(LETTERS, (DIFFERENT, EQUAL)),
-        *product(LETTERS[::3], (ONE_ROW,)),
+        *product(LETTERS, (EQUAL,)),
+        *product(LETTERS[::3], (DIFFERENT,)),
+        *product(LETTERS[1::5], (ONE_ROW,)),
         *rows_in_long(*product(LETTERS, (ONE_HEAD,))),
-        *rows_in_long(*((x, ONE_ROW) for i, x in enumerate(LETTERS) if i % 3)),
+        *rows_in_long(*((x, DIFFERENT) for i, x in enumerate(LETTERS) if i % 3)),
+        *rows_in_long(*((x, ONE_ROW) for i, x in enumerate(LETTERS) if i % 5 != 1)),
     ],
 )
 def test_axes_are_told_apart_by_data_flow_and_not_by_size(letters, sizes):
@@ -239,7 +241,7 @@ SHOWN = [SumOfWeights, FoldedHeadsFirst,
          Windows, Additive, HeadsOfScores, LayersPerHead, LearnedScores, ShortenedKeys, LearnedTokens]  # fmt: skip
 
 
-@pytest.mark.parametrize("batch", [1, 3, 7])
+@pytest.mark.parametrize("batch", [3, 7, *in_long(1)])
 @pytest.mark.parametrize("kind", SHOWN)
 def test_attention_as_others_write_it_is_shown_as_they_compute_it(kind, batch):
     """3 and 7 are also the numbers of heads and of positions."""
@@ -433,7 +435,7 @@ class DifferentialOfTwo(Model):  # two softmaxes, one of them scaled in place
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("batch", [1, 3, 7])
+@pytest.mark.parametrize("batch", [3, 7, *in_long(1)])
 @pytest.mark.parametrize("kind", [DifferentialByParts, DifferentialStacked, DifferentialOfTwo])
 def test_a_difference_of_softmaxes_is_shown_as_it_multiplies_the_values(kind, batch, training):
     """No attention call was found."""
@@ -485,8 +487,9 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "of_keys"), [(False, False), (True, True), *rows_in_long((False, True), (True, False))]
+)
 @pytest.mark.parametrize("name", POOLS)
 def test_pooled_queries_or_keys_have_no_offset(name, fused, of_keys):
     """They were shown as the last positions of the sequence: the offsets of all weights were wrong."""

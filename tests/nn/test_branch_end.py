@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import new_process
 import regard as rg
 from branch_cases import CASES, ROTATIONS
 from regard.nn import branch_end, position
@@ -24,7 +23,7 @@ from triton_interpreter import needs_interpreter
 def results():
     program = Path(__file__).parents[1] / "helpers" / "branch_cases.py"
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, check=False)
+    run = new_process.run(program, env=env)
     assert run.returncode == 0, run.stderr
     return {row["name"]: row for row in map(json.loads, run.stdout.splitlines())}
 

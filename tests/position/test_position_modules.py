@@ -456,9 +456,21 @@ def test_gradients_of_inputs_are_those_of_finite_differences(position):
 INDUCTOR_WARNS = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
+OTHER_GRAPHS = [  # each has a module of its own kind among the others
+    sinusoidal(),
+    learned(11),
+    learned(5, beyond="resample"),
+    rope(pairing="interleaved", fraction=0.5),
+    t5_buckets(8, 16, bidirectional=False),
+    relative_table(grid=(3, 5)),
+]
+
+
 @pytest.mark.compiled
 @INDUCTOR_WARNS
-@pytest.mark.parametrize("position", ALL, ids=repr)
+@pytest.mark.parametrize(
+    "position", [*(x for x in ALL if x not in OTHER_GRAPHS), *in_long(*OTHER_GRAPHS)], ids=repr
+)
 def test_one_graph_gives_what_eager_gives(position):
     torch.compiler.reset()
     module = made(position, dtype=torch.float32)

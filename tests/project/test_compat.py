@@ -1,13 +1,12 @@
 """Private PyTorch APIs: each one may be missing."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import new_process
 from regard import compat
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +22,7 @@ SRC = ROOT / "src" / "regard"
 def test_attention_works_without_a_private_api(names):
     program = ROOT / "tests" / "helpers" / "without_private.py"
     env = {**os.environ, "PYTHONPATH": str(SRC.parent), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(program), *names], capture_output=True, text=True, env=env)
+    done = new_process.run(program, *names, env=env)
     assert done.returncode == 0, done.stderr
 
 

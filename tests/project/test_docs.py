@@ -61,7 +61,8 @@ def test_the_doctests_of_the_module_hold(name, tmp_path, monkeypatch):
         if (e.name or "").startswith("regard"):
             raise
         pytest.skip(f"{name} needs {e.name}, an extra that is not here")
-    assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
+    if ">>>" in Path(module.__file__).read_text("utf-8"):  # most have none, and looking for them takes time
+        assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
 def test_doctests_are_found():

@@ -11,18 +11,19 @@ import symtable
 import sys
 import tomllib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import jaxtyping
 import pytest
 
+import new_process
 import regard
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "regard"
 FILES = sorted(SRC.rglob("*.py"))
-parse = lru_cache(maxsize=None)(ast.parse)  # each file is read by several rules
+parse = cache(ast.parse)  # each file is read by several rules
 
 # A module may import modules of earlier groups; modules of one group do not import one another.
 ORDER = [
@@ -51,14 +52,20 @@ RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
 FRONT = {"__init__", "__main__"}  # these may import everything
 
 
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Of each file once, as several rules look at them."""
+    return tuple(ast.walk(parse(source)))
+
+
 def name_of(file: Path, root: Path = SRC) -> str:
     """The top-level module a file belongs to: `pattern` for pattern/words.py."""
     return file.relative_to(root).parts[0].removesuffix(".py")
 
 
-def imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[str, ast.AST]]:
+def imports(source: str, package: list[str]) -> Iterator[tuple[str, ast.AST]]:
     """The modules of regard that are imported, by their top-level names, and where. package: where we are."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -79,12 +86,12 @@ def late(tree: ast.AST) -> set[ast.AST]:
 
 def wrong_imports(source: str, file: Path, root: Path = SRC) -> list[str]:
     """What this file imports against the order. spec alone may import its readers inside a function."""
-    here, tree = name_of(file, root), parse(source)
-    allowed = late(tree) if here == "spec" else set()
+    here = name_of(file, root)
+    allowed = late(parse(source)) if here == "spec" else set()
     package = ["regard", *file.relative_to(root).parts[:-1]]
     return [
         f"{file.relative_to(root)}:{node.lineno} imports {there}"
-        for there, node in imports(tree, package)
+        for there, node in imports(source, package)
         if here not in FRONT and there != here and node not in allowed and RANK.get(there, 99) >= RANK[here]
     ]
 
@@ -148,7 +155,7 @@ def long_files(files: list[Path], most: int = 500) -> list[str]:
 
 def bulky_functions(source: str, name: str, most_lines: int = 70, most_parameters: int = 12) -> list[str]:
     found = []
-    for f in ast.walk(parse(source)):
+    for f in nodes(source):
         if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef):
             given = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
             # A Triton kernel takes every stride, and its state lives in registers: it is not cut at will.
@@ -212,7 +219,7 @@ def test_a_bulky_function_is_found():
 def functions_with_many_arguments(source: str, name: str, many: int = 8) -> list[str]:
     """Functions with `many` or more parameters; Triton kernels, which take every stride, are not counted."""
     found = []
-    for f in ast.walk(parse(source)):
+    for f in nodes(source):
         if not isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if any(re.search(r"\bjit\b", ast.unparse(d)) for d in f.decorator_list):
@@ -263,7 +270,7 @@ PRIVATE_ATTRIBUTES = {"_version", "_base", "_cdata", "_schema", "_is_view", "_sa
 def private_apis(source: str) -> list[str]:
     """The private PyTorch and Triton APIs that this source uses: `torch._C`, `torch.ops.aten._x`, `x._version`."""
     found = []
-    for node in ast.walk(parse(source)):
+    for node in nodes(source):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -320,9 +327,11 @@ def dotted(node: ast.Attribute) -> str:
 def unsafe(source: str) -> list[str]:
     """Calls that read a file and can run code."""
     found = []
-    for node in ast.walk(parse(source)):
+    for node in nodes(source):
         text = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
         text = dotted(node) if isinstance(node, ast.Attribute) else text
+        if not text:
+            continue
         if re.match(
             r"(import|from) (c?pickle|dill|cloudpickle|joblib|shelve|marshal)\b", text, re.IGNORECASE
         ):
@@ -382,7 +391,7 @@ EXTRAS = (
 
 def run(program: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(SRC.parent), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    return new_process.run(program, env=env)
 
 
 PACKAGE_OF = {
@@ -398,7 +407,7 @@ ONLY_IF_THERE = {"pytest", "pandas", "scikit-learn", "x_transformers"}  # each w
 def third_party(source: str) -> set[str]:
     """The packages that a file imports from outside of Python and of regard."""
     names = set()
-    for node in ast.walk(parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:

@@ -79,6 +79,9 @@ def test_a_function_that_states_no_shape_is_checked_only_where_every_call_is(che
     def double(n: int) -> int:
         return 2 * n
 
+    monkeypatch.setattr(shape_checks, "LEAVES_OTHERS", True)
+    assert shape_checks.jaxtyped(double, typechecker=beartype) is double
+    monkeypatch.setattr(shape_checks, "LEAVES_OTHERS", False)
     double = shape_checks.jaxtyped(double, typechecker=beartype)
     assert double(1.5) == 3.0
     monkeypatch.setattr(shape_checks, "SEEN", None)

@@ -1,7 +1,5 @@
 """Parameters equal the tensors built, FLOPs equal those of PyTorch's counter, and nothing is allocated."""
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 import cost_witness as witness
+import new_process
 import regard as rg
 from cost_strategies import specs
 from regard.costs import cost
@@ -144,7 +143,7 @@ for name in sys.argv[1:]:
 )
 def test_a_preset_is_priced_and_printed_in_half_a_second_after_import(names):
     """In a separate process: no shape checker, empty caches."""
-    done = subprocess.run([sys.executable, "-c", TIMING, *names], capture_output=True, text=True)
+    done = new_process.run(TIMING, *names)
     assert done.returncode == 0, done.stderr
     seconds = dict(line.split() for line in done.stdout.splitlines())
     assert list(seconds) == names

@@ -53,11 +53,18 @@ def close(fast, plain, ref, dtype):
         assert (f - r).abs().max() <= bound
 
 
+PRIME, SHARED = {"n": 67}, {"n": 96, "h": 4, "h_kv": 2, "d_v": 5, "dtype": f32}
+CUTS = [(1, 1 << 21, PRIME), (1 << 13, 0, SHARED)]
+OTHER_CUTS = [
+    (1, 1 << 21, SHARED),
+    (1 << 13, 0, PRIME),
+    (1 << 18, 1 << 21, PRIME),
+    (1 << 18, 1 << 21, SHARED),
+]
+
+
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-@pytest.mark.parametrize(("near", "kept"), [(1, 1 << 21), *rows_in_long((1 << 18, 1 << 21)), (1 << 13, 0)])
-@pytest.mark.parametrize(
-    "given", [{"n": 67}, {"n": 96, "h": 4, "h_kv": 2, "d_v": 5, "dtype": f32}], ids=["prime", "shared"]
-)
+@pytest.mark.parametrize(("near", "kept", "given"), [*CUTS, *rows_in_long(*OTHER_CUTS)])
 def test_however_the_queries_are_cut_it_is_the_formula(pattern, near, kept, given, monkeypatch):
     """Tiles that the last of a head fills up, of one residue, of all queries; one head at a time and all."""
     monkeypatch.setattr(gathered_layout, "MAX_SCORES", near)

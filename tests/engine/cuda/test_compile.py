@@ -6,7 +6,6 @@ In a process of its own: the compiler complains about its own leaks when it ends
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+import new_process
 from regard.engine.cuda.documents import _packed
 from regard.pattern import blocks, causal, dilated, every, neighborhood, rows, sinks, strided, window
 
@@ -203,8 +203,7 @@ def run(tmp_path_factory, *arguments):
     helpers = Path(__file__).parents[2] / "helpers"
     paths = os.pathsep.join([str(helpers), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": paths}
-    command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = new_process.run(Path(__file__), *arguments, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -5,11 +5,12 @@ import math
 import random
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import pytest
 
-from long_cases import in_long
+from long_cases import in_long, rows_in_long
 
 pytest.importorskip("triton.experimental.gluon")  # the kernels are written in it
 from launch_model import LaunchError, check_backward, check_forward
@@ -224,15 +225,20 @@ def test_forward_passes_whose_rows_fit_into_the_cache_are_not_chained():
     assert len(program.launches) == 2 and program.workspace["counters"] == 0 and not program.zeroed
 
 
-@pytest.mark.parametrize("min_run", [1, *in_long(20), 10_000])
+SHARED_RUNS = Case(causal(), 512, b=2, h=4, h_kv=2, programs=12)
+SPLIT_RUNS = Case(window(64) | rows(64), 512, b=3, h=2, programs=40)  # of which a pass has split tiles
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "min_run"),
     [
-        Case(causal(), 512, b=2, h=4, h_kv=2, programs=12),
-        Case(window(64) | rows(64), 512, b=3, h=2, programs=40),  # of which a pass has split tiles
-        replace(ODD_BOXES, b=3),
+        (SHARED_RUNS, 1),
+        (SPLIT_RUNS, 1),
+        (SPLIT_RUNS, 10_000),
+        (replace(ODD_BOXES, b=3), 1),
+        *rows_in_long(*product((SHARED_RUNS, SPLIT_RUNS, replace(ODD_BOXES, b=3)), (20,))),
+        *rows_in_long((SHARED_RUNS, 10_000), (replace(ODD_BOXES, b=3), 10_000)),
     ],
-    ids=["grouped heads", "split tiles", "boxes"],
 )
 def test_heads_that_run_one_after_the_other_count_every_pair_once(case, min_run):
     with mock.patch.object(work_split, "CACHE", 0), mock.patch.object(work_split, "MIN_RUN", min_run):

@@ -241,7 +241,10 @@ def test_sink_logits_and_lengths_have_gradients_and_double_backward(monkeypatch,
     def attend_prepared(q, k, v, sink):
         return repeated(q, k, v, limits, None, sink)
 
-    for one in (attend, attend_prepared, attend_prepared):  # the last one with launches that are cached
+    for one in (
+        attend,
+        attend_prepared,
+    ):  # each is called many times, so mostly with launches that are cached
         assert gradcheck(one, (*qkv(), sink)) and gradgradcheck(one, (*qkv(), sink))
     o, _ = attend(*qkv(), sink)
     assert bool((o[:, :, 0] == 0.0).all())  # the first query has no key that is not padding

@@ -249,5 +249,6 @@ def test_keys_that_are_rotated_backwards_break_a_law():
     assert broken.status == "broken"
 
 
+@pytest.mark.long  # the same law and its search as of keys that are rotated backwards; rotary_fault is tested above
 def test_queries_that_are_reflected_alone_break_a_law():
     assert outcome(Reflected(0.0), "L65").status == "broken"

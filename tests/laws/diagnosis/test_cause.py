@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from long_cases import rows_in_long
 from regard.laws import Budget, check
 from regard.laws.diagnosis import VARIANTS
 from regard.laws.diagnosis.conditions import condition
@@ -387,7 +388,7 @@ def zero_is_none(q, k, v, scale=None):
 @pytest.mark.parametrize(
     ("faulty", "family", "words"),
     [
-        (in_the_denominator, "extra term in the denominator", "an additional term of 0.037"),
+        *rows_in_long((in_the_denominator, "extra term in the denominator", "an additional term of 0.037")),
         (capped, "clipped scores", "squashed to 3.3 · tanh(s / 3.3)"),
         (cosine_without_scale, "cosine scores", "cosine similarity instead of q·k; and the scores"),
         (masked_in_head_0, "mask of one head", "the mask is ignored, for some of the heads (here head 1)"),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from threading import RLock
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -358,8 +359,9 @@ def tracing(trace: Trace, module: nn.Module) -> Iterator[None]:
     trace.names = {id(inner): path for path, inner in module.named_modules()}
     # Modules that have imported flex_attention by name.
     real = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "flex_attention", sys)
-    names, modules = ("flex_attention", "compiled_flex_attention"), list(sys.modules.values())
-    importers = [(m, x) for m in modules for x in names if getattr(m, "__dict__", {}).get(x) is real]
+    names = ("flex_attention", "compiled_flex_attention")
+    held = [(m, vars(m)) for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    importers = [(m, x) for m, here in held for x in names if x in here and here[x] is real]
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
     replaced: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", fused),

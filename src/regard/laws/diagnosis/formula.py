@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def _same_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _repeat(x: Tensor, heads: int) -> Tensor:
-    return x.repeat_interleave(heads // x.shape[1], 1)
+    return x if heads == x.shape[1] else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:
@@ -157,16 +158,15 @@ class Formula:
 
     def allowed(self, call: Call) -> Tensor | None:
         """All masks of a call as one table; None: every pair."""
+        given = [name for name, keyword in MASKS.items() if call.options.get(keyword) is not None]
+        given = [name for name in given if name != "causal" or call.options["causal"]]
+        if not given:
+            return None
         i, j = call.grid
         tables = []
-        for name, keyword in MASKS.items():
-            if name == "causal" and not call.options.get("causal"):
-                continue
-            if name == "causal" or call.options.get(keyword) is not None:
-                table = getattr(self, name)(i, j, call)
-                tables.append(table | self.sinks(i, j, call) if name == "window" else table)
-        if not tables:
-            return None
+        for name in given:
+            table = getattr(self, name)(i, j, call)
+            tables.append(table | self.sinks(i, j, call) if name == "window" else table)
         b, h, n, m = *call.q.shape[:-1], call.k.shape[-2]
         return self.combine([t.expand(b, h, n, m) for t in tables])
 
@@ -207,7 +207,11 @@ class Variant:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def formula(self, base: Formula | None = None) -> Formula:
-        return replace(base or Formula(), **self.changes)
+        return self._of_the_right_one if base is None else replace(base, **self.changes)
+
+    @cached_property
+    def _of_the_right_one(self) -> Formula:
+        return replace(Formula(), **self.changes)
 
     def disjoint(self, other: "Variant") -> bool:
         return not set(self.changes) & set(other.changes)

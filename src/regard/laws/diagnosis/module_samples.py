@@ -104,6 +104,16 @@ def _module_sample(
     yield ModuleSample(f"a call with {words}", x, context, options, got, facets)
 
 
+def _projected(arrangement: Arrangement, sample: ModuleSample) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a sample, computed once for all variants; the sample is kept, so that its ids stay its own."""
+    key = id(sample.x), id(sample.context)
+    if key not in arrangement.projected:
+        x = sample.x.double()
+        source = x if sample.context is None else sample.context.double()
+        arrangement.projected[key] = sample, arrangement.project(x, source)
+    return arrangement.projected[key][1]
+
+
 def evaluate(
     arrangement: Arrangement,
     formula: Formula,
@@ -116,7 +126,7 @@ def evaluate(
     source = x if sample.context is None else sample.context.double()
     project = fault.project if fault is not None and fault.project is not None else None
     merge = fault.merge if fault is not None and fault.merge is not None else None
-    q, k, v = project(arrangement, x, source) if project else arrangement.project(x, source)
+    q, k, v = project(arrangement, x, source) if project else _projected(arrangement, sample)
     options = dict(sample.options)
     values = options.pop("values", None)
     if values is not None and not (fault is not None and fault.values_of_key):

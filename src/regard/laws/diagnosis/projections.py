@@ -4,7 +4,7 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class Arrangement:
     residual: bool = False
     packing: str = ""  # how q, k and v are packed in one matrix, if not as blocks in this order
     alibi: bool = False
+    projected: dict = field(default_factory=dict, init=False, compare=False, repr=False)  # of samples, kept
 
     def split(self, y: Tensor, heads: int) -> Tensor:
         return rearrange(y, f"b n {self.order} -> b h n d", h=heads)

@@ -27,16 +27,16 @@ def _tiled(size: int, merge: str) -> Any:
     """Softmax over tiles of keys that are merged wrongly; the maximum is the running one, as in online softmax."""
 
     def normalize(s: Tensor, ok: Tensor | None) -> Tensor:
-        parts = s.split(size, -1)
+        m = s.shape[-1]
+        tiles = F.pad(s, (0, -m % size), value=-inf).unflatten(-1, (-1, size))
         if merge in ("separate", "average"):
-            a = torch.cat([p.softmax(-1).nan_to_num(0.0) for p in parts], -1)
-            return a / len(parts) if merge == "average" else a
-        exps, top = [], torch.full_like(s[..., :1], -inf)
-        for part in parts:
-            top = torch.maximum(top, part.amax(-1, keepdim=True))
-            exps.append((part - torch.where(top == -inf, torch.zeros_like(top), top)).exp())
-        e, scaled = torch.cat(exps, -1), (s - torch.where(top == -inf, torch.zeros_like(top), top)).exp()
-        total, plain, last = (x.sum(-1, keepdim=True) for x in (scaled, e, exps[-1]))
+            a = tiles.softmax(-1).nan_to_num(0.0).flatten(-2)[..., :m]
+            return a / tiles.shape[-2] if merge == "average" else a
+        top = tiles.amax(-1).cummax(-1).values.repeat_interleave(size, -1)[..., :m]
+        top = top.masked_fill(top == -inf, 0.0)
+        e, scaled = (s - top).exp(), (s - top[..., -1:]).exp()
+        last_tile = e[..., m - (m - 1) % size - 1 :]
+        total, plain, last = (x.sum(-1, keepdim=True) for x in (scaled, e, last_tile))
         a = {
             "neither": lambda: e / plain,
             "output": lambda: e / total,
