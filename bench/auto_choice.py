@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 bench/auto_choice.py --device cpu --cases 60
     PYTHONPATH=src:$HOME/wheels:… python3 bench/auto_choice.py --device cuda --cases 60 --flex 3 --out choices.json
+    PYTHONPATH=src python3 bench/auto_choice.py --device cuda --dense --out dense.json     # to fit the estimates
 
 Each case is one call: whole sequences, short ones, one query or a chunk over a cache, cross attention; dense and
 sparse patterns, packed documents, grids; grouped heads, two widths, padded batches, softcap, sinks, a bias; with and
@@ -17,6 +18,7 @@ import json
 import random
 import subprocess
 import sys
+from itertools import product
 from statistics import median
 from time import perf_counter
 
@@ -32,6 +34,27 @@ def drawn(seed, count, device):
         case = _one(r, device)
         if case["batch"] * case["heads"] * case["n"] * case["m"] <= MOST_PAIRS[device]:
             cases.append(case)
+    return cases
+
+
+def dense(device):
+    """Every pair or every past one, by dtype, width and kind of call: what estimates of dense calls are fitted to."""
+    shapes = [  # kind, batch, heads, key heads, n, m, with backward
+        ("decode", 1, 32, 8, 1, 16384, False), ("decode", 8, 32, 8, 1, 4096, False),
+        ("decode", 4, 12, 12, 1, 8192, False), ("chunk", 1, 8, 8, 64, 8192, False),
+        ("chunk", 1, 32, 8, 64, 8192, False), ("cross", 4, 16, 16, 300, 2048, False),
+        ("cross", 4, 16, 16, 300, 2048, True),
+        *(("whole", b, 16, 16, n, n, grad)
+          for b, n in ((8, 128), (2, 512), (2, 1024), (1, 2048), (1, 4096), (2, 4096)) for grad in (False, True)),
+    ]  # fmt: skip
+    names = "kind", "batch", "heads", "kv_heads", "n", "m", "grad"
+    kinds = ("bfloat16", "float32") if device == "cuda" else ("float32",)
+    widths = (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)
+    cases = []
+    for dtype, (d_k, d_v), shape in product(kinds, widths, shapes):
+        pattern = "causal()" if shape[0] == "whole" else "full()"
+        named = {"dtype": dtype, "width": d_k, "width_v": d_v, "pattern": pattern, "term": "none"}
+        cases.append(dict(zip(names, shape)) | named)
     return cases
 
 
@@ -193,12 +216,14 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=1811)
     parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--dense", action="store_true", help="not drawn: dense calls of every kind and width")
     parser.add_argument("--flex", type=int, default=0, metavar="N", help="FlexAttention in every Nth case")
     parser.add_argument("--compile", type=int, help="only run every twelfth case once, from this one on")
     parser.add_argument("--limit", type=float, default=400, help="seconds after which no case is begun")
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     begun, cases = perf_counter(), drawn(options.seed, options.cases, options.device)
+    cases = dense(options.device) if options.dense else cases
     flex = [bool(options.flex) and at % options.flex == 0 for at in range(len(cases))]
     if options.compile is not None:
         for at in range(options.compile, len(cases), PROCESSES):

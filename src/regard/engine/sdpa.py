@@ -8,7 +8,7 @@ in Python it takes 9 % more of a training call at n = 64, 6 % at n = 128 (8 head
 
 from collections.abc import Callable
 from itertools import zip_longest
-from math import ceil, inf
+from math import inf
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..position import ByDistance
 from . import reference_backend
 from .call import Call, CallFacts, Prepared, eager, needs_grad, readable, zero_rows
 from .cpu.kernels import fused_backward, fused_forward
+from .gpu_estimates import sdpa_dense
 
 # Seconds per pair: two cores, heads of 64, float32; measured by bench/cpu_patterns.py. Forward, and with backward.
 MASKED, MASKED_GRAD = 1.8e-9, 6.4e-9
@@ -33,18 +34,14 @@ GATHER, GATHER_GRAD = 9.6e-9, 13.3e-9
 # On a GPU, where a dense pair takes half a picosecond: per pair, and what the CPU needs for the call
 # (bench/gpu_entry_point.py, short).
 GPU_PAIR = 5e-13
-# Without a mask, per pair that is computed: heads of 128 (bench/gpu_peers.py); forward, and with backward.
-GPU_DENSE, GPU_DENSE_GRAD = 9e-13, 3.4e-12
 GPU_MASKED, GPU_MASKED_GRAD = 2.0 * GPU_PAIR, 7.0 * GPU_PAIR
 # In 16 bits: 1.6 and 1.7 ps forward, 4.9 and 6.0 with backward (heads of 64 and 128; bench/gpu_terms.py, lengths).
 GPU_MASKED_16, GPU_MASKED_16_GRAD = 3.0 * GPU_PAIR, 9.6 * GPU_PAIR
 GPU_CALL, GPU_CALL_GRAD = 25e-6, 40e-6
 GPU_LENGTHS = 100e-6  # to hide keys and make their mask, a dozen operations; by estimate
 GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
-# In float32, with a mask or without, per pair and width (bench/gpu_float32.py).
+# In float32 with a mask, per pair and width (bench/gpu_float32.py).
 GPU_SINGLE, GPU_SINGLE_GRAD = 1.2e-13, 4.3e-13
-# Its kernels have one program for 128 queries of a head, and a GPU runs so many at a time.
-GPU_TILE, GPU_PROGRAMS = 128, 132
 # How far off a weight may be by the rounding of a log-sum-exp; beyond that, gradients are the formula's.
 MAX_ROUNDING = 1e-4
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
@@ -75,18 +72,10 @@ class Sdpa:
             if f.n == 1:  # the time that it takes to read k and v
                 return f.flat_heads * f.m * (f.d_k + f.d_v) * READ * (3 if f.grad else 1)
             return f.pairs * pair * (1 if f.n >= LARGE_BLOCKS else 2)
+        call = GPU_CALL_GRAD if f.grad else GPU_CALL
         if f.unmasked:
-            past_only = isinstance(f.pattern, causal) and f.n > 1
-            pairs, (forward, both) = (
-                f.pairs * (0.5 if past_only else 1.0),
-                _gpu_pair(f, GPU_DENSE, GPU_DENSE_GRAD),
-            )
-            idle = max(1.0, GPU_PROGRAMS / max(1, f.flat_heads * ceil(f.n / GPU_TILE)))
-            return pairs * (forward * idle + (both - forward if f.grad else 0.0))
-        masked = (
-            (GPU_MASKED_16, GPU_MASKED_16_GRAD) if f.dtype.itemsize == 2 else (GPU_MASKED, GPU_MASKED_GRAD)
-        )
-        pair, call = _gpu_pair(f, *masked)[f.grad], GPU_CALL_GRAD if f.grad else GPU_CALL
+            return sdpa_dense(f) + call
+        pair = _masked_pair(f)
         call += GPU_LENGTHS if f.lengths else 0.0
         if f.bias == "distance":
             pair, call = pair + GPU_GATHER, call + GPU_GATHER_CALL
@@ -108,11 +97,14 @@ class Sdpa:
         return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, _masked, build)
 
 
-def _gpu_pair(f: CallFacts, forward: float, both: float) -> tuple[float, float]:
-    """Seconds of a pair, from those of 16 bits."""
+def _masked_pair(f: CallFacts) -> float:
+    """Seconds of a pair on a GPU, with the backward pass if there is one."""
     if f.dtype == torch.float32:
-        return GPU_SINGLE * f.d_k, GPU_SINGLE_GRAD * f.d_k
-    return (forward, both) if f.d_k <= 128 else (1.3 * forward, 1.9 * both)  # heads of 192
+        return (GPU_SINGLE_GRAD if f.grad else GPU_SINGLE) * f.d_k
+    half = f.dtype.itemsize == 2
+    if not f.grad:
+        return (GPU_MASKED_16 if half else GPU_MASKED) * (1.0 if f.d_k <= 128 else 1.3)  # heads of 192
+    return (GPU_MASKED_16_GRAD if half else GPU_MASKED_GRAD) * (1.0 if f.d_k <= 128 else 1.9)
 
 
 def _is_direct(f: CallFacts) -> bool:

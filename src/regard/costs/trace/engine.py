@@ -146,7 +146,7 @@ def _sparse(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 def _sparse_backward(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """The gradients by one launch are laid out as their inputs."""
     grads, (q, k, v) = func(*args, **kwargs), args[1][:3]
-    if trace.device != "cuda" or not by_one_launch(args[1]):
+    if trace.device != "cuda" or not by_one_launch(args):
         return grads
     return *(torch.empty_like(x) for x in (q, k, v)), *grads[3:]
 

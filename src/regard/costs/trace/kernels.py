@@ -77,17 +77,18 @@ def sort_needs(rows: int, vocab: int, d: int, gpu: Gpu) -> int:
     return 4 * d * (rows // 10 + min(rows, vocab)) + 48 * rows + (800 << 10 if vocab > 1 << 15 else 0)
 
 
-def by_one_launch(saved: list[Tensor]) -> bool:
-    """Whether our Triton kernels compute all gradients by one launch. saved: q, k, v, o, lse, then the extras."""
-    q, k, v = saved[:3]
+def by_one_launch(args: tuple) -> bool:
+    """Whether our Triton kernels compute all gradients by one launch. args: those of compiled_ops.sparse_backward."""
+    (q, k, v, _, _, *extras), options = args[1], options_of(*args[2:5])
     (b, h, n, d), m = q.shape, k.shape[2]
-    return not any(x.numel() for x in saved[5:]) and one_launch(n, m, b * h, max(d, v.shape[-1]))
+    place = options.pattern, n, m, options.start, options.step
+    return not any(x.numel() for x in extras) and one_launch(place, b * h, max(d, v.shape[-1]), q.dtype)
 
 
 def _sparse_backward(args: tuple, outs: list[Tensor]) -> int:
     """Our Triton kernels: one launch needs nothing; several add up one gradient, in 16 bits two, in float32."""
     q, k, v = args[1][:3]
-    if by_one_launch(args[1]):
+    if by_one_launch(args):
         return 0
     return 4 * q.numel() if q.element_size() == 4 else 4 * (k.numel() + v.numel())
 

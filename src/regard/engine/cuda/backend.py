@@ -17,6 +17,7 @@ from ...position import ByDistance
 from .. import reference_backend
 from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared, needs_grad
 from ..compiled_ops import sample_seed, sparse_attention
+from ..gpu_estimates import triton_dense
 from ..plan import plan, why_masked
 from .call import CallLayout, Task, contiguous, one_launch, task
 from .documents import Packed, read
@@ -58,15 +59,12 @@ class Triton:
         return why_masked(*f.place)
 
     def estimate(self, f: CallFacts) -> float:
-        if f.unmasked:  # no sparse kernel is faster than the dense one
-            return f.pairs * _pair(f) + CALL
+        if f.unmasked:
+            return triton_dense(f) + _call(f)
         if isinstance(packed := _pattern(f), Packed):
             return _of_documents(f, packed)
-        computed = f.flat_heads * _computed(f)
-        if not f.grad:
-            return computed * _pair(f) + f.flat_heads * f.n * QUERY + CALL
-        call = CALL_GRAD if _is_direct(f) else CALL_TERMS_GRAD
-        return computed * _pair(f) + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else call)
+        rows = 0.0 if f.grad else f.flat_heads * f.n * QUERY
+        return f.flat_heads * _computed(f) * _pair(f) + rows + _call(f)
 
     def prepare(self, f: CallFacts) -> Prepared:
         f = replace(f, pattern=_pattern(f))
@@ -81,6 +79,15 @@ def _pair(f: CallFacts) -> float:
         wide, width = (SINGLE_WIDE, SINGLE_WIDE_GRAD), max(f.d_k, f.d_v)
         return width * (wide if width > 128 else (SINGLE, SINGLE_GRAD))[f.grad]
     return PAIR_GRAD if f.grad else PAIR
+
+
+def _call(f: CallFacts) -> float:
+    """What the CPU needs for a call."""
+    if not f.grad:
+        return CALL
+    if _backward_in_one_launch(f):
+        return CALL_ONE_LAUNCH
+    return CALL_GRAD if _is_direct(f) else CALL_TERMS_GRAD
 
 
 def _is_direct(f: CallFacts) -> bool:
@@ -144,7 +151,7 @@ def variant(f: CallFacts) -> str:
 
 def _backward_in_one_launch(f: CallFacts) -> bool:
     terms = f.lengths or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
-    return not terms and one_launch(f.n, f.m, f.flat_heads, max(f.d_k, f.d_v))
+    return not terms and one_launch(f.place, f.flat_heads, max(f.d_k, f.d_v), f.dtype)
 
 
 def _hopper_passes(f: CallFacts) -> tuple[Any, ...]:

@@ -287,21 +287,29 @@ class CallLayout(NamedTuple):
         return tuple(compress(OPTIONAL_INPUTS, (self.has_dlse, *of_bias, *of_rows)))
 
 
-# Pairs of a head up to which the backward pass is one launch, and of all heads, by estimate. It takes the CPU 30 µs,
-# three launches take 40; the GPU takes 1.1 to 1.2 times as long at n = 1024, twice at 2048 (gpu_rows.py, short).
-MAX_PAIRS, MAX_ALL_PAIRS, MAX_WIDTH = 1 << 20, 1 << 28, 128
+# A backward pass in one launch takes the CPU 10 to 30 µs less than one in three, and the GPU longer: with heads of 64
+# about 1.3 times as long, with wider ones and in float32 2 to 3 times (one H200, 148 calls). It is chosen where the
+# GPU would wait for the CPU. Limits: pairs of a head, allowed or not; and allowed pairs of all heads, in 16 bits with
+# heads up to 64 wide, with wider ones, and in float32.
+MAX_PAIRS = 1 << 20
+MAX_ALLOWED_NARROW, MAX_ALLOWED_WIDE, MAX_ALLOWED_FLOAT32 = 1 << 24, 1 << 22, 1 << 20
 
 
-def one_launch(n: int, m: int, heads: int, width: int) -> bool:
+def one_launch(place: Place, heads: int, width: int, dtype: torch.dtype) -> bool:
     """Whether the backward pass is one launch, as for calls so short that the GPU would wait for the CPU."""
-    return n * m <= MAX_PAIRS and heads * n * m <= MAX_ALL_PAIRS and width <= MAX_WIDTH
+    pattern, n, m, start, step = place
+    if n * m > MAX_PAIRS or width > 128:
+        return False
+    limit = MAX_ALLOWED_NARROW if width <= 64 else MAX_ALLOWED_WIDE
+    limit = MAX_ALLOWED_FLOAT32 if dtype == torch.float32 else limit
+    return heads * pattern.count(n, m, (start, step)) <= limit
 
 
 def one_launch_config(call: CallLayout) -> Config | None:
     """The configuration of the one-launch backward; None if there is none, or if the call is too long or too wide, or
     has extras or documents."""
-    b, h, _, n, m, d_k, d_v = call.sizes
+    b, h, _, _, _, d_k, d_v = call.sizes
     if isinstance(call.task.pattern, Packed):
         return None
-    short = one_launch(n, m, b * h, max(d_k, d_v)) and not exceeds_int32(*call.tensors)
+    short = one_launch(call.place, b * h, max(d_k, d_v), call.dtype) and not exceeds_int32(*call.tensors)
     return call.configs.one_launch if short and call.task.plain and not call.lengths else None

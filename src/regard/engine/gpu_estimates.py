@@ -1,0 +1,110 @@
+"""How long dense attention takes on a GPU by `sdpa` and by `triton`: what the choice between the two rests on.
+
+    seconds = pairs · pair + keys · key + rows · row
+
+Pairs are counted in tiles of 64 queries. The longest tile, which no other program shares, has `keys` keys; rows are
+the queries of all heads. The numbers are fitted to one H200 (bench/auto_choice.py --dense, 266 calls, and 100 longer
+ones): forward passes of 50 µs or more are estimated within 10 % for `sdpa` and mostly within 25 % for `triton`.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+import torch
+
+from ..pattern import causal
+from .call import CallFacts
+
+TILE = 64  # queries
+
+
+class DenseTime(NamedTuple):
+    """Seconds of a pair, of a key of the longest tile, and of a row."""
+
+    pair: float
+    key: float
+    row: float
+
+
+# By the width of a head: the forward pass, and both passes.
+Times = dict[int, tuple[DenseTime, DenseTime]]
+SDPA: Times = {
+    64: (DenseTime(5.0e-13, 8.5e-9, 1.3e-10), DenseTime(1.85e-12, 2.5e-8, 8e-10)),
+    128: (DenseTime(7.4e-13, 1.1e-8, 1.9e-10), DenseTime(3.0e-12, 2.5e-8, 1.1e-9)),
+    256: (DenseTime(1.34e-12, 1.9e-8, 3.1e-10), DenseTime(7.2e-12, 6e-8, 2.1e-9)),
+}
+SDPA_FLOAT32: Times = {
+    64: (DenseTime(6.2e-12, 1.0e-7, 1.6e-10), DenseTime(2.2e-11, 2.7e-7, 2.1e-9)),
+    128: (DenseTime(1.0e-11, 9.4e-8, 1.5e-10), DenseTime(4.3e-11, 2.5e-7, 0.0)),
+    256: (DenseTime(2.0e-11, 1.6e-7, 1.7e-9), DenseTime(8.9e-11, 3.5e-7, 1.4e-8)),
+}
+# The kernels for Hopper; heads up to 32 wide run on the general ones.
+TRITON: Times = {
+    32: (DenseTime(7.5e-13, 6.4e-9, 0.0), DenseTime(2.6e-12, 1e-8, 4e-10)),
+    64: (DenseTime(4.6e-13, 8.0e-9, 1.25e-10), DenseTime(2.1e-12, 1e-8, 4e-10)),
+    96: (DenseTime(6.2e-13, 1.0e-8, 1.9e-10), DenseTime(3.2e-12, 1e-8, 7.4e-10)),
+    128: (DenseTime(7.2e-13, 7.5e-9, 2.7e-10), DenseTime(3.5e-12, 1e-8, 7.7e-10)),
+    256: (DenseTime(1.5e-12, 8.9e-9, 7.4e-10), DenseTime(9.5e-12, 3.7e-8, 1.4e-9)),
+}
+# On Hopper, where products of float32 are split.
+TRITON_FLOAT32: Times = {
+    32: (DenseTime(2.8e-12, 3.5e-9, 5.1e-10), DenseTime(1.2e-11, 2e-8, 3e-9)),
+    64: (DenseTime(4.3e-12, 7.9e-9, 2.0e-9), DenseTime(2.3e-11, 5e-8, 5e-9)),
+    128: (DenseTime(7.5e-12, 9.9e-9, 2.1e-9), DenseTime(6.3e-11, 1.35e-7, 5e-9)),
+    256: (DenseTime(5.9e-11, 7.4e-9, 4.0e-9), DenseTime(3.2e-10, 7.9e-7, 2.1e-8)),
+}
+# The general kernels, against those for Hopper: heads of two widths (192 and 128) take twice as long. Other GPUs run
+# the general kernels alone. They have not been measured there, and with this factor they are not chosen.
+TWO_WIDTHS, OTHER_GPU = 2.0, 8.0
+# So many programs run at a time; a tile that is longer than a program's share, and by so many blocks, is divided.
+PROGRAMS, MIN_EXCESS = 528, 4
+# The CPU prepares a call of the Triton kernels when a length is new, which PyTorch's attention does not need: so many
+# seconds for one query, or forward and per block of 64 × 64 pairs. It is counted as if each length came so many times
+# (a prompt comes once in each layer of a model).
+PREPARE_ONE_QUERY, PREPARE, PREPARE_BLOCK, REUSED = 3e-4, 3e-3, 3.5e-7, 100
+# Seconds per byte of k and v where one query of a head reads them.
+READ_SDPA, READ_TRITON, READ_TRITON_FLOAT32 = 2.6e-13, 2.2e-13, 4.3e-13
+
+
+def sdpa_dense(f: CallFacts) -> float:
+    """PyTorch's attention without a mask. In float32 one query is a tile, too: its keys are not divided."""
+    single = f.dtype == torch.float32
+    if f.n == 1 and not single:
+        return _bytes_read(f) * READ_SDPA
+    return _seconds(f, SDPA_FLOAT32 if single else SDPA, f.m)
+
+
+def triton_dense(f: CallFacts) -> float:
+    """The Triton kernels on the same call, and its share of what the CPU prepares."""
+    single = f.dtype == torch.float32
+    if f.n == 1:
+        read = _bytes_read(f) * (READ_TRITON_FLOAT32 if single else READ_TRITON)
+        return read + PREPARE_ONE_QUERY / REUSED
+    factor = TWO_WIDTHS if f.d_k != f.d_v and not single else 1.0
+    factor = factor if _may_be_hopper(f.device) else OTHER_GPU
+    blocks = _pairs(f) / TILE**2
+    prepare = (2 if f.grad else 1) * (PREPARE + blocks * PREPARE_BLOCK)
+    longest = min(f.m, TILE * (blocks / PROGRAMS + MIN_EXCESS))
+    return factor * _seconds(f, TRITON_FLOAT32 if single else TRITON, longest) + prepare / REUSED
+
+
+def _seconds(f: CallFacts, times: Times, longest: float) -> float:
+    """longest: the keys of the longest tile."""
+    widest = max(f.d_k, f.d_v)
+    time = next((times[width] for width in times if widest <= width), times[256])[f.grad]
+    return _pairs(f) * time.pair + longest * time.key + f.flat_heads * f.n * time.row
+
+
+def _pairs(f: CallFacts) -> float:
+    """Of whole tiles; of a causal pattern those of past keys."""
+    rows = f.flat_heads * ceil(f.n / TILE) * TILE
+    return rows * f.m * (0.5 if isinstance(f.pattern, causal) else 1.0)
+
+
+def _bytes_read(f: CallFacts) -> int:
+    return f.batch * f.kv_heads * f.m * (f.d_k + f.d_v) * f.dtype.itemsize
+
+
+def _may_be_hopper(device: str) -> bool:
+    """Without a GPU here, a call is explained as on an H200."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
