@@ -287,6 +287,12 @@ class CallLayout(NamedTuple):
         return tuple(compress(OPTIONAL_INPUTS, (self.has_dlse, *of_bias, *of_rows)))
 
 
+def call_layout(task: Task, tensors: tuple[Tensor, ...], extras: Extras, *more: bool) -> CallLayout:
+    """Of q, k, v and, backward, o and its gradient; more: has_dlse, bias_gradient."""
+    q = tensors[0]
+    return CallLayout(task, tuple(map(layout, tensors)), q.dtype, q.device, *kinds_of_rows(extras), *more)
+
+
 # Pairs of a head up to which the backward pass is one launch, and of all heads, by estimate. It takes the CPU 30 µs,
 # three launches take 40; the GPU takes 1.1 to 1.2 times as long at n = 1024, twice at 2048 (gpu_rows.py, short).
 MAX_PAIRS, MAX_ALL_PAIRS, MAX_WIDTH = 1 << 20, 1 << 28, 128

@@ -1,6 +1,6 @@
 """From tensors to launches: forward, backward, and repeated calls with the same shapes and strides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,10 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ... import compat
-from ..call import Cache, Call, Extras
+from ...errors import BackendError
+from ..call import NO_SEED, Cache, Call, Extras
 from ..reference_backend import gradients
 from . import launches
-from .call import PLAIN, CallLayout, Task, kinds_of_rows, layout, on_device, padded
+from .call import PLAIN, CallLayout, Task, call_layout, kinds_of_rows, on_device, padded
 from .documents import Packed
 from .prepared import PREPARED, current_device, raw_stream
 
@@ -64,10 +65,10 @@ def prepared_forward(call: CallLayout) -> Callable[..., tuple[Tensor, Tensor]]:
 
 @_once_per_layout
 def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ...]]:
-    """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; also of table and slopes if the bias is learned; and if the
-    sink is learned, delta (Σ do ∘ o − dlse), if the kernels give it."""
+    """((q, k, v, o, do, lse), dlse, extras) → the gradients of q, k and v; if the call has other inputs, also those
+    of table, slopes and sink, None for what needs none."""
     outputs, program = launches.backward(call)
-    run, learned = program.run, call if call.bias_gradient else None
+    run = program.run
     if not call.bias_gradient and not call.optional_inputs:
 
         def backward(tensors, dlse, extras):
@@ -78,15 +79,25 @@ def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ..
     else:
 
         def backward(tensors, dlse, extras):
-            out = outputs(tensors)
-            run((*tensors, *_present(dlse, *extras[:3], extras.sink), *out), extras.seed)
-            return out if learned is None else (*out[:3], *launches.bias_gradients(learned, out[3:]))
+            dq, dk, dv, *sums = results = outputs(tensors)
+            run((*tensors, *_present(dlse, *extras[:3], extras.sink), *results), extras.seed)
+            of_bias: tuple[Tensor | None, ...] = (None, None)
+            if call.bias_gradient:
+                of_bias, sums = launches.bias_gradients(call, sums), []
+            dsink = None if extras.sink is None else sink_gradient(extras.sink, tensors[3:], dlse, *sums)
+            return dq, dk, dv, *of_bias, dsink
 
     return backward
 
 
-def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """From lse with the sink in it, and delta = Σ do ∘ o − dlse."""
+def sink_gradient(
+    sink: Tensor, tensors: Sequence[Tensor], dlse: Tensor | None, delta: Tensor | None = None
+) -> Tensor:
+    """tensors: o, do and lse, with the sink in o and lse; delta: Σ do ∘ o − dlse, if the kernels give it."""
+    o, do, lse = tensors
+    if delta is None:
+        delta = (do * o).sum(-1, dtype=lse.dtype)
+        delta = delta if dlse is None else delta - dlse
     weights = (sink.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, -torch.inf).exp_()
     return -(weights * delta).sum((0, 2)).to(sink.dtype)
 
@@ -123,42 +134,40 @@ def forward(
         return (o, lse) if extras.sink is None else join_sink(o, lse, extras.sink)
     d_v = v.shape[-1]
     q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v, _min_value_width(q))
-    layouts, extras = (layout(q), layout(k), layout(v)), on_device(extras, q.device)
-    call = CallLayout(task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
+    extras = on_device(extras, q.device)
     with _device_of(q):
-        o, lse = prepared_forward(call)(q, k, v, extras)
+        o, lse = prepared_forward(call_layout(task, (q, k, v), extras))(q, k, v, extras)
     return _narrowed(o, d_v), lse
 
 
 def backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    grads: tuple[Tensor, Tensor | None],
+    grads: tuple[Tensor | None, Tensor | None],
     task: Task,
     extras: Extras = PLAIN,
     bias_gradient: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and, if `bias_gradient`, of table and slopes; and for the gradient of a sink
-    delta = Σ do ∘ o − dlse, which is None if the kernels do not give it.
+    """The gradients of q, k, v, of table and slopes if `bias_gradient`, and of a sink in `extras`; otherwise None.
 
-    saved: q, k, v, o, lse. grads: of o, and of lse or None.
+    saved: q, k, v, o, lse. grads: of o and of lse; None: it has no gradient.
     """
     (q, k, v, o, lse), (do, dlse) = saved, grads
+    do = torch.zeros_like(o) if do is None else do
     if not q.numel() or not k.numel():
-        return *(None if x is None else torch.zeros_like(x) for x in (q, k, v, *extras[:2])), None
+        of_sink = None if extras.sink is None else sink_gradient(extras.sink, (o, do, lse), dlse)
+        return *(None if x is None else torch.zeros_like(x) for x in (q, k, v, *extras[:2])), of_sink
     d_k, d_v, least = q.shape[-1], v.shape[-1], _min_value_width(q)
     q, k = aligned_rows(q), aligned_rows(k)
     v, o, do = (aligned_rows(x, least) for x in (v, o, do))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    layouts = tuple(map(layout, (q, k, v, o, do)))
-    given = on_device(extras, q.device)
-    kinds = *kinds_of_rows(given), dlse is not None, bias_gradient
-    run = prepared_backward(CallLayout(task, layouts, q.dtype, q.device, *kinds))
+    inputs = on_device(extras, q.device)
+    run = prepared_backward(call_layout(task, (q, k, v, o, do), inputs, dlse is not None, bias_gradient))
     with _device_of(q):
-        made = run((q, k, v, o, do, lse), dlse, given)
-    dq, dk, dv = (_narrowed(x, d) for x, d in zip(made[:3], (d_k, d_k, d_v)))
-    if not bias_gradient:
-        return dq, dk, dv, None, None, made[3] if len(made) > 3 else None
-    return dq, dk, dv, *map(_like_parameter, made[3:], extras[:2]), None
+        dq, dk, dv, *others = run((q, k, v, o, do, lse), dlse, inputs)
+    dtable, dslopes, of_sink = others or (None, None, None)
+    if bias_gradient:
+        dtable, dslopes = map(_like_parameter, (dtable, dslopes), extras[:2])
+    return _narrowed(dq, d_k), _narrowed(dk, d_k), _narrowed(dv, d_v), dtable, dslopes, of_sink
 
 
 def _narrowed(x: Tensor, d: int) -> Tensor:
@@ -209,8 +218,9 @@ class PreparedAttention:
     (q, k, v, lengths, at, sink) → o: integers per batch row (`at` without gradients), and a number per head.
     """
 
-    def __init__(self, task: Task, learns: bool):
-        self.task, self.learns, self.token = task, learns, object()
+    def __init__(self, task: Task, learns: bool, repeats: bool = True):
+        """repeats: launches are cached by the strides of the tensors. If not, `attend` runs one call of any kind."""
+        self.task, self.learns, self.token = task, learns, object() if repeats else None
         self.launches = _launches_of(task)
         self.find = self.launches.get
         # Receives the lse of calls without gradients, which is never read. It is used only on the stream it was
@@ -219,13 +229,17 @@ class PreparedAttention:
         self.stream = -1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Tensor:
-        lengths, at, sink = rows or (None, None, None)
+        if not rows:
+            return _apply(q, k, v, self) if self.learns else self.forward(q, k, v)[0]
+        lengths, at, sink = rows
         if self.learns:
-            return _apply(q, k, v, sink, lengths, self)
-        return self.forward(q, k, v, Extras(lengths=lengths, at=at, sink=sink) if rows else PLAIN)[0]
+            return _apply(q, k, v, self, None, None, lengths, NO_SEED, None, None, sink)
+        return self.forward(q, k, v, Extras(lengths=lengths, at=at, sink=sink))[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = PLAIN) -> tuple[Tensor, Tensor, Any]:
         """o, lse, and the key under which the backward pass finds its launches."""
+        if self.token is None:
+            return *forward(q, k, v, self.task, extras), None
         key: tuple[Any, ...] = self.token, q.stride(), k.stride(), v.stride()
         if extras is not PLAIN:
             extras = on_device(extras, q.device)
@@ -240,29 +254,33 @@ class PreparedAttention:
             return o, lse, token
         token = None
         if _readable(q, k, v):
-            layouts = layout(q), layout(k), layout(v)
-            call = CallLayout(self.task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
-            _, token = self.launches.put(key, (prepared_forward(call), object()))
+            run = prepared_forward(call_layout(self.task, (q, k, v), extras))
+            _, token = self.launches.put(key, (run, object()))
         o, lse = forward(q, k, v, self.task, extras)
         if not self.learns and lse.numel() <= MAX_SPARE and not _in_graph(q):
             self.spare, self.stream = lse, _stream(q)
         return o, lse, token
 
     def backward(
-        self, token: Any, saved: tuple[Tensor, ...], do: Tensor, extras: Extras = PLAIN
+        self, token: Any, saved: Any, grads: Any, extras: Extras = PLAIN, bias_gradient: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of q, k and v; and for that of a sink delta, if the kernels give it. saved: q, k, v, o, lse,
-        with the strides they had forward."""
-        (q, k, v, o, lse), key = saved, (token, do.stride(), extras.sink is None)
-        run = None if token is None else self.find(key)
-        if run is not None and not do.data_ptr() & 15 and _on_current_device(do):
-            return run((q, k, v, o, do, lse), None, extras)
-        if token is not None and _readable(q, k, v, o, do):
-            layouts = tuple(map(layout, (q, k, v, o, do)))
-            call = CallLayout(self.task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
-            self.launches.put(key, prepared_backward(call))
-        *grads, _, _, delta = backward((q, k, v, o, lse), (do, None), self.task, extras)
-        return *grads, *_present(delta)
+        """As `backward`; the last three are left out if no input needs them. saved: with the strides they had
+        forward."""
+        if token is not None:
+            (q, k, v, o, lse), (do, dlse) = saved, grads
+            extras = extras if extras is PLAIN else on_device(extras, q.device)
+            key = token, do.stride(), extras.sink is None
+            run = self.find(key)
+            if run is not None and not do.data_ptr() & 15 and _on_current_device(do):
+                return run((q, k, v, o, do, lse), dlse, extras)
+            if _readable(q, k, v, o, do):
+                self.launches.put(key, prepared_backward(call_layout(self.task, (q, k, v, o, do), extras)))
+        return backward(saved, grads, self.task, extras, bias_gradient)
+
+
+def attend(task: Task, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+    """As `forward`, with gradients."""
+    return _apply(q, k, v, PreparedAttention(task, True, repeats=False), *extras)
 
 
 def _stream(x: Tensor) -> int:
@@ -286,39 +304,59 @@ def _readable(*tensors: Tensor) -> bool:
     return fit and _on_current_device(tensors[0])
 
 
-class _Repeated(torch.autograd.Function):
+class _Attend(torch.autograd.Function):
+    """(q, k, v) or (q, k, v, *extras) → o; and lse, if the call is not repeated.
+
+    A sink has no value: the other gradients have the formula without it, applied to the lse and o that include it.
+    """
+
     @staticmethod
-    def forward(ctx, q, k, v, sink, lengths, attention):
-        extras = PLAIN if sink is lengths is None else Extras(lengths=lengths, sink=sink)
+    def forward(ctx, q, k, v, attention, *inputs):
+        extras = Extras(*inputs) if inputs else PLAIN
         o, lse, ctx.token = attention.forward(q, k, v, extras)
-        ctx.save_for_backward(q, k, v, o, lse, sink, lengths)
-        ctx.attention = attention
-        return o
+        ctx.attention, ctx.seed = attention, extras.seed
+        ctx.save_for_backward(q, k, v, o, lse, *inputs[:3], *inputs[6:])
+        if attention.token is not None:
+            return o
+        ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
-    def backward(ctx, grad):
-        tensors = ctx.saved_tensors
-        saved, (sink, lengths) = tensors[:5], tensors[5:]
+    def backward(ctx, do, dlse=None):
+        attention, (q, k, v, o, lse, *inputs) = ctx.attention, ctx.saved_tensors
+        saved, grads = (q, k, v, o, lse), (do, dlse)
+        if do is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
         if _grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            (q, k, v, _, _), task = saved, ctx.attention.task
-            terms = {
-                "scale": task.scale,
-                "softcap": task.softcap,
-                "sink_logits": sink,
-                "at": (task.start, task.step),
-            }
-            found = gradients((grad, None), Call(q, k, v, task.pattern, None, lengths, **terms))
-            return *found, *(None,) * (6 - len(found))
-        if sink is lengths is None:
-            return *ctx.attention.backward(ctx.token, saved, grad), None, None, None
-        learned = sink if ctx.needs_input_grad[3] else None
-        extras = on_device(Extras(lengths=lengths, sink=learned), grad.device)
-        dq, dk, dv, *delta = ctx.attention.backward(ctx.token, saved, grad, extras)
-        if learned is None:
-            return dq, dk, dv, None, None, None
-        o, lse = saved[3:]
-        delta = delta[0] if delta else (grad * o).sum(-1, dtype=lse.dtype)
-        return dq, dk, dv, sink_gradient(sink, lse, delta), None, None
+            results = _differentiable_gradients(grads, saved[:3], attention.task, *inputs)
+        elif not inputs:
+            dq, dk, dv, *_ = attention.backward(ctx.token, saved, grads)
+            return dq, dk, dv, None
+        else:
+            table, slopes, lengths, sink = inputs
+            *_, of_table, of_slopes, _, _, _, _, of_sink = ctx.needs_input_grad
+            extras = Extras(table, slopes, lengths, ctx.seed, sink=sink if of_sink else None)
+            results = attention.backward(ctx.token, saved, grads, extras, of_table or of_slopes)
+        dq, dk, dv, dtable, dslopes, dsink = *results, *(None,) * (6 - len(results))
+        all_inputs = dq, dk, dv, None, dtable, dslopes, None, None, None, None, dsink
+        return all_inputs[: len(ctx.needs_input_grad)]
 
 
-_apply = compat.apply_of(_Repeated)
+# For calls without transforms of torch.func: the others run in compiled_ops.
+_apply = compat.apply_of(_Attend)
+
+
+def _differentiable_gradients(
+    grads: Any, qkv: Any, task: Task, *extras: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, table, slopes and sink, by the formula. extras: nothing, or table, slopes, lengths and sink."""
+    table, slopes, lengths, sink = extras or (None,) * 4
+    if table is not None or slopes is not None or task.dropout_p:
+        raise BackendError(
+            "double backward (create_graph=True) is not supported by backend='triton' with bias by distance "
+            "or dropout; use backend='sdpa'"
+        )
+    (q, k, v), terms = qkv, (task.scale, task.softcap, sink)
+    call = Call(q, k, v, task.pattern, None, lengths, None, *terms, at=(task.start, task.step))
+    dq, dk, dv, *dsink = gradients(grads, call)
+    return dq, dk, dv, None, None, *dsink

@@ -227,7 +227,7 @@ def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Laun
     return launches
 
 
-def bias_gradients(call: CallLayout, sums: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+def bias_gradients(call: CallLayout, sums: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the table, (h, 2·reach + 1), and of the slopes, (h,), in float32.
 
     sums: Σ ds of each pass far from the diagonal, then near it. Beyond the reach, ds belongs to the table's ends.
