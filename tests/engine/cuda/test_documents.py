@@ -155,10 +155,12 @@ def test_a_row_without_an_allowed_pair_has_empty_programs_only():
 
 
 def test_short_documents_share_a_tile_and_none_is_cut():
-    tiles = packed(ids_of(20, 30, 14, 1, 63, 64, 65, 40, 40), full()).tiles(337, 0, False)
-    assert tiles.first.tolist() == [0, 64, 128, 192, 256, 257, 297]
-    assert tiles.size.tolist() == [64, 64, 64, 64, 1, 40, 40]
-    assert (tiles.end - tiles.begin).tolist() == [64, 64, 64, 65, 65, 40, 40]
+    work, covers = packed(ids_of(20, 30, 14, 1, 63, 64, 65, 40, 40), full()).schedule(337, 0, False)
+    first = np.cumsum(work.sizes) - work.sizes
+    words = work.blocks.numpy()
+    assert covers and words[first, 10].tolist() == [0, 64, 128, 192, 256, 257, 297]
+    assert (words[first, 9] >> 8).tolist() == [64, 64, 64, 64, 1, 40, 40]
+    assert np.add.reduceat(words[:, 8] & 255, first).tolist() == [64, 64, 64, 65, 65, 40, 40]
 
 
 def cut_of(pattern: Packed, n: int, heads: int, programs: int, by_keys: bool = False, **how) -> WorkSplit:
@@ -224,8 +226,8 @@ def test_one_long_document_keeps_all_programs_of_few_heads_busy(name, band, by_k
     lengths, heads, programs = LONG[name]
     pattern, n = packed(ids_of(*lengths), band), sum(lengths)
     cut = cut_of(pattern, n, heads, programs, by_keys)
-    tiles = pattern.tiles(n, 0, by_keys)
-    balanced = (len(tiles.blocks) + len(tiles.ends)) / (programs // heads)
+    work, _ = pattern.schedule(n, 0, by_keys)
+    balanced = (len(work.blocks) + len(work.sizes)) / (programs // heads)
     assert (
         work_of(cut).max() <= 1.3 * balanced + 2
     )  # a piece is of whole blocks, and shorter ones than 2 are not made

@@ -153,7 +153,7 @@ def test_no_sink_joins_where_programs_share_tiles():
     call = case.call._replace(has_sink=True)
     with modeled_gpu(case.programs):
         route, made, _ = forward_launches(call._replace(tensors=call.tensors[:3]))
-        assert len(route.steps) == 1 and route.steps[0].work.slots
+        assert len(route.steps) == 1 and route.steps[0].work.split
         assert not launches.joins_sink(call, route) and not made[0][0].sizes["S"].SINKS
 
 
@@ -313,7 +313,7 @@ def boxes_by_length(call, config, by_keys):
 
 def adds_to_any(before, step):
     """Without `before.accumulates`."""
-    return before.work.slots > 0 and not (step.work.slots or step.accumulates)
+    return before.work.split and not (step.work.split or step.accumulates)
 
 
 def merged_first(call):

@@ -96,7 +96,7 @@ def _pattern(f: CallFacts) -> Pattern:
 
 
 def _of_documents(f: CallFacts, packed: Packed) -> float:
-    computed = f.flat_heads * packed.tiles(f.n, f.offset[0], False).pairs / packed.rows
+    computed = f.flat_heads * packed.pairs(f.n, f.offset[0]) / packed.rows
     time = computed * PAIR_GRAD + CALL_GRAD if f.grad else computed * PAIR + f.flat_heads * f.n * QUERY + CALL
     return min(time, f.pairs * MAX_PAIR) if f.n * f.m >= MIN_PAIRS else time
 
@@ -104,7 +104,7 @@ def _of_documents(f: CallFacts, packed: Packed) -> float:
 def _computed(f: CallFacts) -> int:
     """The pairs of one head; of documents, of one head of all batch rows whose ids may differ."""
     if isinstance(f.pattern, Packed):
-        return f.pattern.tiles(f.n, f.offset[0], False).pairs * f.data_rows // f.pattern.rows
+        return f.pattern.pairs(f.n, f.offset[0]) * f.data_rows // f.pattern.rows
     return keys_visited(f.pattern, f.offset[0], f.m) if _decodes(f) else plan(*f.place).computed
 
 

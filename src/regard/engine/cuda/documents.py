@@ -12,7 +12,7 @@ Nothing here imports Triton before a call runs.
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from operator import and_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,33 +25,14 @@ from ...pattern.classification import intervals
 from ...pattern.clauses import conjuncts
 from ...progression import Ints
 from ..call import Cache, CallFacts, Place, eager
+from .mask import MEMBERS, Masks, distinct_rows, interval_mask_words
 
 if TYPE_CHECKING:
-    from .schedule import DevicePasses
+    from .schedule import DevicePasses, HopperSchedule
 
-MEMBERS = 64  # of a tile, and of a block
 WIDTHS = range(33, 257)  # of heads that the Hopper kernels take
 MAX_CACHED = 8  # ids whose tables are kept: those of a batch, one for each pattern beside them
 MAX_KEPT = 64  # tables and prepared launches of one of them
-
-
-class Tiles(NamedTuple):
-    """Tiles of neighboring members that have partners, those of all batch rows one after the other."""
-
-    row: Ints
-    first: Ints  # of the members of a tile, in its row
-    size: Ints
-    begin: Ints  # of the partners of any of its members
-    end: Ints
-    ends: Ints  # of its blocks of partners: first those that need no mask
-    blocks: NDArray[np.int32]
-    masks: NDArray[np.int32]  # the words of the masks
-    covers: bool  # every member is in a tile
-
-    @property
-    def pairs(self) -> int:
-        """That are computed, of all batch rows."""
-        return int((self.size * (self.end - self.begin)).sum())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,28 +48,33 @@ class Packed(Both):
         """How many batch rows have tables of their own; 1: all have the same."""
         return len(self.first)
 
-    def tiles(self, n: int, start: int, by_keys: bool) -> Tiles:
-        key = "tiles", n, start, by_keys
-        return self.kept.get(key) or self.kept.put(key, _cut(*self._intervals(n, start, by_keys)))
+    def schedule(self, n: int, start: int, by_keys: bool) -> "tuple[HopperSchedule, bool]":
+        """The tiles of all batch rows, row after row, on the host; and whether every member is in a tile."""
+        key = "schedule", n, start, by_keys
+        return self.kept.get(key) or self.kept.put(
+            key, _cut(len(self.first), *self._intervals(n, start, by_keys))
+        )
+
+    def pairs(self, n: int, start: int) -> int:
+        """That are computed for one head of all batch rows."""
+        return self.schedule(n, start, False)[0].masks.pairs
 
     def passes(self, place: Place, by_keys: bool, device: torch.device, *programs: int) -> "DevicePasses":
         """programs: the number of heads whose tiles these are, and of programs that run at the same time."""
-        from .schedule import ITEM, DevicePass, DevicePasses, Schedule
-        from .tile_lists import Masks
+        from .schedule import DevicePass, DevicePasses
         from .work_split import shares_tiles
 
-        tiles, key = self.tiles(place[1], place[3], by_keys), ("work", *place[1:], by_keys, device)
-        if not len(tiles.blocks):
-            return DevicePasses((), tiles.covers)
+        (on_host, covers), key = (
+            self.schedule(place[1], place[3], by_keys),
+            ("work", *place[1:], by_keys, device),
+        )
+        if not len(on_host.blocks):
+            return DevicePasses((), covers)
         if (work := self.kept.get(key)) is None:
-            none, words = torch.zeros((0, ITEM), dtype=torch.int32), torch.from_numpy(tiles.masks).to(device)
-            work = Schedule(
-                pattern=full(), items=none, blocks=torch.from_numpy(tiles.blocks), joins=none, segments=1,
-                ragged=True, slots=0, ends=tiles.ends, masks=Masks(words), rows=self.rows, row=tiles.row,
-            )  # fmt: skip
-            self.kept.put(key, work)
-        work = replace(work, slots=1) if shares_tiles(work, *programs) else work
-        return DevicePasses((DevicePass(work, None, False, False),), tiles.covers)
+            masks = replace(on_host.masks, words=on_host.masks.words.to(device))
+            work = self.kept.put(key, replace(on_host, masks=masks))
+        work = replace(work, split=True) if shares_tiles(work, *programs) else work
+        return DevicePasses((DevicePass(work, None, False, False),), covers)
 
     def _intervals(self, n: int, start: int, by_keys: bool) -> tuple[Ints, Ints, Ints]:
         """Of each query, or each key: where its document begins, its first partner, the end of its partners. Neither
@@ -124,10 +110,10 @@ def _bounds(band: Pattern, n: int, m: int, start: int) -> tuple[Ints, Ints] | No
 # Tables
 
 
-def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
-    """Members in tiles: a document from its beginning on, short ones together as far as they fit."""
-    from .schedule import BEGINS, TESTED, WIDTH
-    from .tile_lists import _distinct
+def _cut(rows: int, document: Ints, low: Ints, high: Ints) -> "tuple[HopperSchedule, bool]":
+    """As Packed.schedule. A tile has members of a document from its beginning on, or short ones as far as they fit;
+    it has none without partners. The blocks of a tile that need no mask come first."""
+    from .schedule import BEGINS, TESTED, WIDTH, HopperSchedule, ranks
 
     length, total = document.shape[1], document.size
     edges = np.append(np.flatnonzero(_begins(document)), total)
@@ -140,7 +126,7 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
         runs, after = np.append(runs, after[runs]), after[after]
     runs = edges[runs[: runs.searchsorted(count)]]
     tiles = (np.append(runs[1:], total) - runs + MEMBERS - 1) // MEMBERS
-    first = np.repeat(runs, tiles) + MEMBERS * _nth(tiles)
+    first = np.repeat(runs, tiles) + MEMBERS * ranks(tiles)
     last = np.append(first[1:], total) - 1
     # The first partner of each member and the end of its partners. A member past the end of its tile is in a later
     # document, or there is none, so it has no partners in the tile's blocks; its results are not used.
@@ -151,11 +137,11 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     first, last, begin, end, earliest, latest = given if covers else (x[end > begin] for x in given)
     blocks, before = (end - begin + MEMBERS - 1) // MEMBERS, (latest - begin + MEMBERS - 1) // MEMBERS
     plain = np.maximum((earliest - begin) // MEMBERS - before, 0)  # after `before` masked ones
-    row, ends = first // length, np.cumsum(blocks)
+    row, before_tile = first // length, np.cumsum(blocks) - blocks
 
     words = np.zeros((len(first), WIDTH + 4), dtype=np.int32)  # and numbers of the tile
     words[:, 0], words[:, 1], words[:, 8], words[:, 9] = begin, 1, end - begin, 256 * (last - first + 1)
-    words[:, 10], words[:, 11], words[:, 12], words[:, 13] = first - length * row, 1, ends - blocks, plain
+    words[:, 10], words[:, 11], words[:, 12], words[:, 13] = first - length * row, 1, before_tile, plain
     words[:, 14], words[:, 15] = before * (plain > 0), first
     table = np.repeat(words, blocks, axis=0)
     nth, plain, before = np.arange(len(table), dtype=np.int32) - table[:, 12], table[:, 13], table[:, 14]
@@ -168,13 +154,13 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     # From each member on, the ends of MEMBERS of them.
     each = np.ndarray((2, total + 1, MEMBERS), np.int32, partners, 0, (*partners.strides, 4))
     columns = np.minimum(np.maximum(each[:, member[:, 0]] - key, 0), until).astype(np.uint8)
-    distinct, numbers = _distinct(np.concatenate(columns, axis=1).view(np.int64))
+    distinct, numbers = distinct_rows(np.concatenate(columns, axis=1).view(np.int64))
     table[masked, 8] += 256 * (1 + numbers.astype(np.int32))
     no_pair = np.zeros((1, 2 * MEMBERS), dtype=np.uint8)  # the first mask
-    bits = _bits(np.concatenate([no_pair, distinct.view(np.uint8)]))
-    of_tiles = row, words[:, 10], last - first + 1, begin, end, ends
-    found: tuple[Any, ...] = *of_tiles, np.ascontiguousarray(table[:, :WIDTH]), bits, covers
-    return Tiles(*found)
+    bits = interval_mask_words(np.concatenate([no_pair, distinct.view(np.uint8)]))
+    masks = Masks(torch.from_numpy(bits), pairs=int(((last - first + 1) * (end - begin)).sum()))
+    on_host = torch.from_numpy(np.ascontiguousarray(table[:, :WIDTH]))
+    return HopperSchedule(on_host, blocks, masks, rows=rows, row=row), covers
 
 
 def _begins(rows: NDArray[np.integer]) -> NDArray[np.bool_]:
@@ -182,27 +168,6 @@ def _begins(rows: NDArray[np.integer]) -> NDArray[np.bool_]:
     found = np.ones(rows.shape, dtype=bool)
     np.not_equal(rows[:, 1:], rows[:, :-1], out=found[:, 1:])
     return found
-
-
-def _nth(counts: Ints) -> Ints:
-    """0, 1, … for each of these counts."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-# The bits of the columns before x, by x.
-BELOW = np.array([(1 << x) - 1 for x in range(MEMBERS + 1)], dtype=np.uint64)
-TWO, *CLOSER = map(np.uint64, (0x0303030303030303, 0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF, 0xFFFFFFFF))
-
-
-def _bits(ends: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """`tile_lists._bits` of intervals. ends: of each mask, the first column of each row, then the end of each."""
-    of_rows = BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]]
-    of_pairs = of_rows.reshape(-1, 4, 2, 8, 1)  # rows 16 · x + y and 16 · x + y + 8
-    two = of_pairs >> 2 * np.arange(4, dtype=np.uint64) & TWO  # of each eight columns
-    bits = two[:, :, 0] | two[:, :, 1] << np.uint64(2)
-    for shift, mask in zip((4, 8, 16), CLOSER):  # four bits of each byte, moved next to one another
-        bits = (bits | bits >> np.uint64(shift)) & mask
-    return bits.astype(np.uint32).view(np.int32).reshape(len(ends), -1)
 
 
 # Which calls

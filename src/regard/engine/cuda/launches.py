@@ -49,17 +49,17 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
             S=_static(call, step, config, wide)._replace(SINKS=joins_sink(call, route)),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", *PARTS, *TERMS, "sink", step.work.items, step.work.blocks
-        launches += [(attend, names), _merge(o, step.work.joins, config, (task.start, task.step), step)]
+        launches += [(attend, names), merge_parts(o, step.work.joins, config, (task.start, task.step), step)]
     parts = config.tile * max((step.work.slots for step in route.steps), default=0)
-    return route, Program(inputs, launches, _parts(b * h * parts, d_v), call.device)
+    return route, Program(inputs, launches, parts_workspace(b * h * parts, d_v), call.device)
 
 
-def _parts(rows: int, d_v: int) -> dict[str, int]:
+def parts_workspace(rows: int, d_v: int) -> dict[str, int]:
     """The workspace for the parts of split tiles, if those of all heads have so many rows."""
     return dict(zip(PARTS, (rows * padded(d_v), rows)))
 
 
-def _merge(
+def merge_parts(
     out: Layout, joins: Tensor, config: Config, at: tuple[int, int], step: DevicePass | None = None,
     early: bool = False,
 ) -> tuple[Launch, Arguments]:  # fmt: skip
@@ -67,10 +67,10 @@ def _merge(
 
     early: it may start before the kernel that writes the parts has ended.
     """
-    b, h, n, d_v = out.shape
+    (b, h, n, d_v), keep = out.shape, None if step is None else compiled(step.keep)
     launch = Launch(
         merge_kernel, len(joins) * b * h * (config.tile // MERGED), config, *out.strides, h, b * h, n, *at,
-        keep=_kept(step), R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), WIDE=exceeds_int32(out),
+        keep=keep, R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), WIDE=exceeds_int32(out),
         ACCUMULATES=step is not None and step.accumulates, EARLY=early, early=early,
     )  # fmt: skip
     return launch, ("o", "lse", *PARTS, joins)
@@ -85,7 +85,7 @@ def decode(call: CallLayout) -> Program | None:
     rows, heads, group = max(16, padded(h // h_kv)), b * h_kv, h // h_kv
     config = Config(rows, 32 if max(d_k, d_v) > 128 or call.dtype == torch.float32 else 64, 4, 3)
     blocks = -(-keys_visited(task.pattern, m - 1 if call.per_row else task.start, m) // config.block)
-    pieces = max(1, min(2 * _multiprocessors(call.device) // heads, -(-blocks // PIECE)))
+    pieces = max(1, min(2 * multiprocessors(call.device) // heads, -(-blocks // PIECE)))
     early = pieces > 1 and is_hopper(call.device)
     sizes = static(task.pattern, config, call)._replace(
         SPLIT=pieces > 1, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=exceeds_int32(k, v),
@@ -99,10 +99,10 @@ def decode(call: CallLayout) -> Program | None:
     launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, "lengths", "at", "sink"))]
     if pieces > 1:
         join = torch.tensor([[0, 1, group, 0, pieces, 0, 0, 0]], dtype=torch.int32, device=call.device)
-        launches.append(_merge(contiguous(b, h_kv, group, d_v), join, config, (0, 0), early=early))
+        launches.append(merge_parts(contiguous(b, h_kv, group, d_v), join, config, (0, 0), early=early))
     parts = pieces * heads * rows if pieces > 1 else 0
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
-    return Program(inputs, launches, _parts(parts, d_v), call.device)
+    return Program(inputs, launches, parts_workspace(parts, d_v), call.device)
 
 
 def backward(call: CallLayout) -> Backward:
@@ -129,7 +129,7 @@ def general_backward(call: CallLayout) -> Backward:
     sums = [f"far{nth}" for nth in range(len(counts))] if call.bias_gradient else []
     if learns_table:
         # Each with a row of sums per head: about as many as a GPU runs at a time, and no more than items.
-        programs = min(max(2 * _multiprocessors(device) // (b * h), 1), max(counts, default=1))
+        programs = min(max(2 * multiprocessors(device) // (b * h), 1), max(counts, default=1))
         launches += table_gradient(call, by_queries, programs)
         sums.append("near")
     workspace = {"stats": b * h * n * 4, "part": max(part, part_of_keys)}
@@ -169,7 +169,7 @@ def gradients(call: CallLayout, route: DevicePasses, config: Config, sides: int)
         launches.append(_gradients(call, programs, config, made, (q, k, v), buffers, tables))
         for name, out, at in outs:
             query_offset = (0, 1) if by_keys else (task.start, task.step)
-            total = _sum(out, (at, width), step, step.work.joins, config, query_offset)
+            total = sum_parts(out, (at, width), step, step.work.joins, config, query_offset)
             launches.append((total, (name, "part", step.work.joins)))
     slots = max((step.work.slots for step in route.steps), default=0)
     return launches, slots * heads * config.tile * width
@@ -244,14 +244,14 @@ def bias_gradients(call: CallLayout, sums: list[Tensor]) -> tuple[Tensor | None,
     return near, -far[:, 2] if call.task.has_slopes else None
 
 
-def _sum(
+def sum_parts(
     out: Layout, part: tuple[int, int], step: DevicePass, joins: Tensor, config: Config, at: tuple[int, int]
 ) -> Launch:
     """Adds up the parts of split tiles. part: where a row of `out` begins in a row of parts, and how long that is."""
     b, h, _, d = out.shape
     return Launch(
         sum_kernel, len(joins) * b * h * (config.tile // SLICE), config, *out.strides, h, b * h, *at, part[0],
-        keep=_kept(step), R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=part[1],
+        keep=compiled(step.keep), R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=part[1],
         ACCUMULATES=step.accumulates, WIDE=exceeds_int32(out),
     )  # fmt: skip
 
@@ -260,15 +260,11 @@ def _static(call: CallLayout, step: DevicePass, config: Config, wide: bool) -> S
     """What the kernels of one pass are compiled for."""
     task, work = call.task, step.work
     return static(work.pattern, config, call)._replace(
-        keep=_kept(step), SEGMENTS=work.segments, RAGGED=work.ragged, SPLIT=work.slots > 0,
+        keep=compiled(step.keep), SEGMENTS=work.segments, RAGGED=work.ragged, SPLIT=work.split,
         ACCUMULATES=step.accumulates, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=wide,
         DROPS=task.dropout_p > 0, LEARNS=call.bias_gradient,
         BIAS=TABLE * (task.reach is not None) + SLOPES * task.has_slopes,
     )  # fmt: skip
-
-
-def _kept(step: DevicePass | None) -> Any:
-    return None if step is None or step.keep is None else compiled(step.keep)
 
 
 def _numbers(call: CallLayout) -> tuple[Any, ...]:
@@ -303,11 +299,11 @@ def takes_hopper(call: CallLayout) -> bool:
 
 def joins_sink(call: CallLayout, route: DevicePasses) -> bool:
     """Whether the forward kernel joins a sink: if one pass writes every row once. (One query has no steps.)"""
-    once = len(route.steps) <= 1 and route.covers and not any(step.work.slots for step in route.steps)
+    once = len(route.steps) <= 1 and route.covers and not any(step.work.split for step in route.steps)
     return call.has_sink and once
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """2 under the interpreter, which has no device."""
     return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -1,20 +1,24 @@
-"""A pattern as a Triton function `allowed(i, j)`, and simpler patterns for what is left to test in a pass."""
+"""Which pairs are allowed: a pattern as a Triton function `allowed(i, j)`; simpler patterns for what is left to test
+in a pass; the pairs of a block as bits for the Hopper kernels. Nothing here imports Triton before a call runs."""
 
 import hashlib
 import linecache
 import re
+from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from operator import and_
 from typing import Any
 
-import triton
-import triton.language as tl
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, full, neighborhood
 from ...pattern.classification import of_relation
 from ...pattern.clauses import conjuncts
 from ...pattern.one_query import residue, run_formulas
-from ...progression import FAR
+from ...progression import FAR, Ints
 
 
 def expression(pattern: Pattern) -> str:
@@ -51,16 +55,23 @@ def _condition(r: Relation) -> str:
 
 
 @lru_cache(maxsize=1024)
-def compiled(pattern: Pattern) -> Any:
-    """`allowed(i, j)` as a Triton function. The interpreter needs tl."""
-    return function("allowed", "i, j", expression(pattern), triton.jit, {"tl": tl})
+def compiled(pattern: Pattern | None) -> Any:
+    """`allowed(i, j)` as a Triton function; None: there is no condition."""
+    return None if pattern is None else _triton_function("allowed", "i, j", expression(pattern))
 
 
 @lru_cache(maxsize=1024)
 def runs(pattern: Pattern) -> Any:
     """The progressions of keys of one query (see one_query.run_formulas) as a Triton function of p and m."""
     body = re.sub(r"\b(maximum|minimum|where)\(", r"tl.\1(", ", ".join(run_formulas(pattern) or ()))
-    return function("runs", "p, m", f"({body},)", triton.jit, {"tl": tl})
+    return _triton_function("runs", "p, m", f"({body},)")
+
+
+def _triton_function(word: str, arguments: str, body: str) -> Any:
+    import triton
+    import triton.language as tl
+
+    return function(word, arguments, body, triton.jit, {"tl": tl})  # the interpreter needs tl
 
 
 def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, Any]) -> Any:
@@ -138,3 +149,61 @@ def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
     if left == neutral:
         return right
     return left if right == neutral else how(left, right)
+
+
+# Masks, for the Hopper kernels: one bit per pair, which is 1 if the pair is allowed. Bits cost less than conditions,
+# and kernels need not be compiled for each pattern. Where a pattern repeats itself, blocks share a mask: most passes
+# have a few.
+
+MEMBERS = 64  # the number of members of a tile, and of a block
+MASK_WORDS = 128  # of a mask, one for each thread of a Hopper kernel
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """The masks of the blocks of a schedule. Word 8 of a block: its number of members + 256 × the number of its mask,
+    of which the first allows no pair. If tiles are boxes, lists of members follow; word 1 of a block: where its list
+    begins."""
+
+    words: Tensor  # (x, MASK_WORDS); boxes: flat
+    spread: str | None = None  # boxes: source code of the distance of member a of a tile from the first one
+    owned: str | None = None  # … of whether it belongs to this tile, by word 11 of a block; None: all do
+    pairs: int = 0  # boxes and documents: the number of pairs that are computed
+
+
+@lru_cache(maxsize=1)
+def _random_factors() -> Ints:
+    return np.random.default_rng(0).integers(1 << 62, size=MASK_WORDS)
+
+
+def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
+    """The distinct rows, and which of them each row is, by a number for each row: sorting rows takes far longer."""
+    number = np.einsum("rc,c->r", rows, _random_factors()[: rows.shape[1]])  # modulo 2⁶⁴
+    _, first, which = np.unique(number, return_index=True, return_inverse=True)
+    if (rows != rows[first][which]).any():  # different rows have one number
+        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return rows[first], which.ravel()
+
+
+def mask_words(allowed: Tensor) -> Tensor:
+    """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
+    columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by u, row, column."""
+    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 4, 2, 6).reshape(-1, MASK_WORDS, 32)
+    nth = torch.arange(32, dtype=torch.int32, device=allowed.device)
+    return (of_thread.int() << nth).sum(-1, dtype=torch.int32)  # int64 takes four times as long
+
+
+# The bits of the columns before x, by x.
+BELOW = np.array([(1 << x) - 1 for x in range(MEMBERS + 1)], dtype=np.uint64)
+TWO, *CLOSER = map(np.uint64, (0x0303030303030303, 0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF, 0xFFFFFFFF))
+
+
+def interval_mask_words(ends: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """`mask_words` of intervals. ends: of each mask, the first column of each row, then the end of each."""
+    of_rows = BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]]
+    of_pairs = of_rows.reshape(-1, 4, 2, 8, 1)  # rows 16 · x + y and 16 · x + y + 8
+    two = of_pairs >> 2 * np.arange(4, dtype=np.uint64) & TWO  # of each eight columns
+    bits = two[:, :, 0] | two[:, :, 1] << np.uint64(2)
+    for shift, mask in zip((4, 8, 16), CLOSER):  # four bits of each byte, moved next to one another
+        bits = (bits | bits >> np.uint64(shift)) & mask
+    return bits.astype(np.uint32).view(np.int32).reshape(len(ends), -1)

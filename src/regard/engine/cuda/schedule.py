@@ -26,7 +26,7 @@ from ...progression import Ints
 from ..call import Place
 from ..plan import Pass, plan
 from .call import Config
-from .mask import narrowed, without_certain_words
+from .mask import Masks, narrowed, without_certain_words
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile
@@ -48,10 +48,24 @@ class Schedule:
     segments: int  # the largest number in any block
     ragged: bool  # some block needs a mask
     slots: int
-    ends: Ints  # on the host: where the blocks of each tile end
+
+    @property
+    def split(self) -> bool:
+        return self.slots > 0
+
+
+@dataclass(frozen=True, eq=False)
+class HopperSchedule:
+    """The blocks of one pass for the Hopper kernels, which work_split.py assigns to programs."""
+
+    blocks: Tensor  # as in Schedule
+    sizes: Ints  # on the host: the number of blocks of each tile
+    masks: Masks
+    segments: int = 1
+    ragged: bool = True
+    split: bool = False  # programs share tiles
     ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
     chained: bool = False  # … and wait for one another
-    masks: Any = None  # of the Hopper kernels: tile_lists.Masks
     rows: int = 0  # of documents: how many batch rows have tiles of their own, 1 if all have the same
     row: Any = None  # … and the row of each tile; their blocks are on the host, to be put in order
 
@@ -103,17 +117,7 @@ def schedule(one: Pass, config: Config, sides: Sides, device: torch.device) -> t
         segments=most,
         ragged=bool((kind == RAGGED).any()),
         slots=int(joins[:, 4].sum()),
-        ends=np.cumsum(np.bincount(owner)),
     ), one.tiles
-
-
-def repeated(work: Schedule, times: int, apart: int) -> Schedule:
-    """The schedule of `times` sequences, `apart` positions from one to the next, as one; items are unchanged."""
-    shift = apart * np.repeat(np.arange(times), len(work.blocks))[:, None]
-    blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
-    blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
-    ends = np.concatenate([work.ends + x * len(work.blocks) for x in range(times)])
-    return replace(work, blocks=torch.from_numpy(blocks).to(work.blocks.device), ends=ends)
 
 
 def _kinds(one: Pass, segs: Ints, block: int, sides: Sides) -> Ints:
@@ -125,6 +129,17 @@ def _kinds(one: Pass, segs: Ints, block: int, sides: Sides) -> Ints:
     every = np.logical_and.reduceat(found.all, first) & (held == block)
     none = np.logical_and.reduceat(found.none, first)
     return np.repeat(np.where(every, FULL, np.where(none, EMPTY, RAGGED)), size)
+
+
+def ranks(counts: Ints) -> Ints:
+    """0, 1, …, count − 1 for each of these counts."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def indices_of_blocks(sizes: Ints, tiles: Ints) -> Ints:
+    """Where the blocks of these tiles are in a table of all blocks; sizes: the number of blocks of each tile."""
+    counts = sizes[tiles]
+    return np.repeat((np.cumsum(sizes) - sizes)[tiles], counts) + ranks(counts)
 
 
 def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:
@@ -202,7 +217,7 @@ def _table(segs: Ints) -> tuple[Ints, Ints, Ints, int]:
     tile, kind, _, place, first, step, count = segs.T
     new = _changes(segs, 3)
     start = np.flatnonzero(new)
-    rank = np.arange(len(segs)) - np.repeat(start, np.diff(start, append=len(segs)))
+    rank = ranks(np.diff(start, append=len(segs)))
     which = np.cumsum(new) - 1
     table = np.zeros((len(start), WIDTH), dtype=np.int64)
     table[:, [2, 5]] = np.iinfo(np.int32).max  # a segment that never begins
@@ -222,7 +237,7 @@ def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, In
     masked = end - np.bincount(owner[kind == RAGGED], minlength=len(tiles))
     pieces = np.maximum(-(-(end - begin) // longest), 1)
     of = np.repeat(t, pieces)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    nth = ranks(pieces)
     length = (end - begin)[of]
     lo = begin[of] + length * nth // pieces[of]
     hi = begin[of] + length * (nth + 1) // pieces[of]
@@ -238,7 +253,7 @@ def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, In
 class DevicePass:
     """One pass, ready to launch."""
 
-    work: Schedule
+    work: Any  # Schedule, or HopperSchedule
     keep: Pattern | None  # the tile members whose results count: it reads members only; None: all
     accumulates: bool  # some of its results are added to those of an earlier pass
     covered: bool  # all of them are
@@ -258,7 +273,7 @@ class DevicePasses:
     @property
     def apart(self) -> bool:
         """Whether several passes may run at the same time: each writes different rows, at most one writes parts."""
-        return len(self.steps) > 1 and not self.joins and sum(step.work.slots > 0 for step in self.steps) <= 1
+        return len(self.steps) > 1 and not self.joins and sum(step.work.split for step in self.steps) <= 1
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Tiles and blocks as lists of members, for short calls and for grids; and which pairs of a block are allowed.
+"""Tiles and blocks as lists of members, for short calls and for grids; and passes with the masks of their blocks.
 
 Both sides of the gradients of a short call, for one launch. A plan of few pairs may have several passes, each a
 launch. If the GPU waits for the CPU, the number of launches matters, not the work. So members with the same partners,
@@ -7,7 +7,7 @@ once, by the program that sums it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import product
 from math import prod
@@ -18,12 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Pattern, full, neighborhood
+from ...pattern import Pattern, neighborhood
 from ...pattern.grid import Axis
 from ...pattern.parts import row_steps
 from ...progression import Ints
 from ..call import Place
 from .call import Config
+from .mask import MASK_WORDS, MEMBERS, Masks, distinct_rows, mask_words
 from .schedule import (
     BEGINS,
     ITEM,
@@ -31,9 +32,12 @@ from .schedule import (
     WIDTH,
     DevicePass,
     DevicePasses,
+    HopperSchedule,
     Schedule,
     Sides,
     device_passes,
+    indices_of_blocks,
+    ranks,
 )
 
 EMPTY_PLACE = -1  # marks an empty entry of a tile or a block
@@ -122,27 +126,10 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
     return TileLists(np.array(items), tiles[order], full)
 
 
-# Masks, for the Hopper kernels: one bit per pair, which is 1 if the pair is allowed. Bits cost less than conditions,
-# and kernels need not be compiled for each pattern. Where a pattern repeats itself, blocks share a mask: most passes
-# have a few.
+# The passes of the Hopper kernels, with a mask for each block that has to be tested.
 
-MEMBERS = 64  # the number of members of a tile, and of a block
-MASK = 128  # words: one for each thread of a Hopper kernel
 TILES = Config(MEMBERS, MEMBERS, 4, 1)  # of all Hopper kernels; their other numbers do not matter here
-FACTORS = np.random.default_rng(0).integers(1 << 62, size=MASK)  # of the words of a row, modulo 2⁶⁴
 AT_A_TIME = 1024  # masks that are computed at a time: 17 MB of bits
-
-
-@dataclass(frozen=True, eq=False)
-class Masks:
-    """The masks of the blocks of a schedule. Word 8 of a block: its number of members + 256 × the number of its mask,
-    of which the first allows no pair. If tiles are boxes, lists of members follow; word 1 of a block: where its list
-    begins."""
-
-    words: Tensor  # (x, MASK); boxes: flat
-    spread: str | None = None  # boxes: source code of the distance of member a of a tile from the first one
-    owned: str | None = None  # … of whether it belongs to this tile, by word 11 of a block; None: all do
-    pairs: int = 0  # boxes: the number of pairs that are computed
 
 
 @lru_cache(maxsize=256)
@@ -154,7 +141,7 @@ def with_masks(place: Place, by_keys: bool, device: torch.device) -> DevicePasse
     return replace(route, steps=tuple(steps))
 
 
-def _masked(work: Schedule, sides: Sides) -> Schedule:
+def _masked(work: Schedule, sides: Sides) -> HopperSchedule:
     device, period = work.blocks.device, work.pattern.shift_period if sides.step == 1 else 0
     blocks = work.blocks.cpu().numpy().astype(np.int64)
     tested = blocks[:, 9] & TESTED != 0
@@ -166,24 +153,16 @@ def _masked(work: Schedule, sides: Sides) -> Schedule:
         by = words[:, 10:11] // period * period
         words[:, [0, 10]] -= by
         words[:, [3, 6]] -= by * (words[:, [2, 5]] > 0)
-    distinct, which = _distinct(words)
+    distinct, which = distinct_rows(words)
     some = torch.from_numpy(distinct).split(AT_A_TIME)
     where = device if len(some) > 1 else some[0].device
-    found = torch.cat([_bits(_allowed(work.pattern, x.to(where), sides)).cpu() for x in some])
-    masks, of = _distinct(found.numpy())
+    found = torch.cat([mask_words(_allowed(work.pattern, x.to(where), sides)).cpu() for x in some])
+    masks, of = distinct_rows(found.numpy())
     blocks[tested, 8] += 256 * (1 + of[which])
-    words = np.concatenate([np.zeros_like(masks, shape=(1, MASK)), masks])
+    words = np.concatenate([np.zeros_like(masks, shape=(1, MASK_WORDS)), masks])
     moved, words = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (blocks, words))
-    return replace(work, blocks=moved, masks=Masks(words))
-
-
-def _distinct(rows: Ints) -> tuple[Ints, Ints]:
-    """The distinct rows, and which of them each row is, by a number for each row: sorting rows takes far longer."""
-    number = np.einsum("rc,c->r", rows, FACTORS[: rows.shape[1]])
-    _, first, which = np.unique(number, return_index=True, return_inverse=True)
-    if (rows != rows[first][which]).any():  # different rows have one number
-        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return rows[first], which.ravel()
+    sizes = np.diff(np.flatnonzero(blocks[:, 9] & BEGINS), append=len(blocks))
+    return HopperSchedule(moved, sizes, Masks(words), work.segments, work.ragged)
 
 
 def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
@@ -196,14 +175,6 @@ def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
     rows, j = (other, own) if sides.by_keys else (own, other)
     allowed = torch.as_tensor(pattern.allows(sides.start + sides.step * rows, j), device=words.device)
     return allowed & (c < end)[:, None].expand(-1, MEMBERS, -1)
-
-
-def _bits(allowed: Tensor) -> Tensor:
-    """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
-    columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by u, row, column."""
-    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 4, 2, 6).reshape(-1, MASK, 32)
-    nth = torch.arange(32, dtype=torch.int32, device=allowed.device)
-    return (of_thread.int() << nth).sum(-1, dtype=torch.int32)  # int64 takes four times as long
 
 
 # Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
@@ -236,7 +207,7 @@ def in_boxes(place: Place, by_keys: bool, device: torch.device) -> DevicePasses 
 
 
 @lru_cache(maxsize=64)
-def _boxes(grid: neighborhood, by_keys: bool, below: int, device: torch.device) -> Schedule | None:
+def _boxes(grid: neighborhood, by_keys: bool, below: int, device: torch.device) -> HopperSchedule | None:
     """Queries, or keys, in the boxes of 33 to 64 members that have the fewest blocks; None if these are not fewer
     than `below`, or if the grid is smaller than any such box."""
     cuts = [{s: _intervals(axis, s, by_keys) for s in _sides(axis)} for axis in grid.axes]
@@ -303,7 +274,9 @@ def _columns(along: list[tuple[Ints, Table]], strides: list[int]) -> tuple[Ints,
     return keys.reshape(-1, MEMBERS), np.pad(allowed[order], rest).reshape(-1, MEMBERS)
 
 
-def _schedule(grid: neighborhood, box: tuple[int, ...], cuts: list[Cut], device: torch.device) -> Schedule:
+def _schedule(
+    grid: neighborhood, box: tuple[int, ...], cuts: list[Cut], device: torch.device
+) -> HopperSchedule:
     strides = [prod(grid.grid[at + 1 :]) for at in range(len(box))]
 
     def of_tiles(along: Any) -> Ints:
@@ -317,25 +290,22 @@ def _schedule(grid: neighborhood, box: tuple[int, ...], cuts: list[Cut], device:
     size = np.array([len(keys) for keys, _ in made])
     keys, allowed = (np.concatenate(x) for x in zip(*made))
     held = (keys != EMPTY_PLACE).sum(1)
-    lists, nth_list = _distinct(np.where(keys == EMPTY_PLACE, 0, keys - keys[:, :1]))
+    lists, nth_list = distinct_rows(np.where(keys == EMPTY_PLACE, 0, keys - keys[:, :1]))
     tested: Table = (allowed != EVERY_QUERY).any(1)
-    masks, nth_mask = _distinct(allowed[tested].view(np.int64))
+    masks, nth_mask = distinct_rows(allowed[tested].view(np.int64))
     pairs = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").reshape(-1, MEMBERS, MEMBERS)
-    bits = _bits(torch.from_numpy(pairs.swapaxes(1, 2).copy()))
-    words = np.concatenate([np.zeros(MASK, dtype=np.int64), bits.numpy().ravel(), lists.ravel()])
+    bits = mask_words(torch.from_numpy(pairs.swapaxes(1, 2).copy()))
+    words = np.concatenate([np.zeros(MASK_WORDS, dtype=np.int64), bits.numpy().ravel(), lists.ravel()])
 
-    per_tile = size[kind]
-    ends = np.cumsum(per_tile)
-    tile = np.repeat(np.arange(len(kind)), per_tile)
-    nth = np.arange(ends[-1]) - (ends - per_tile)[tile]
-    at = (np.cumsum(size) - size)[kind[tile]] + nth  # in `keys`
+    sizes = size[kind]
+    tile, at = np.repeat(np.arange(len(kind)), sizes), indices_of_blocks(size, kind)
     mask = np.zeros(len(tested), dtype=np.int64)
     mask[tested] = 1 + nth_mask
     blocks = np.zeros((len(tile), WIDTH), dtype=np.int64)
     blocks[:, 0] = of_tiles(cut.partner * x for cut, x in zip(cuts, strides))[tile] + keys[at, 0]
-    blocks[:, 1] = (MASK * (1 + len(masks)) + MEMBERS * nth_list)[at]
+    blocks[:, 1] = (MASK_WORDS * (1 + len(masks)) + MEMBERS * nth_list)[at]
     blocks[:, 8] = (held + 256 * mask)[at]
-    blocks[:, 9] = TESTED * tested[at] + BEGINS * (nth == 0) + 256 * prod(box)
+    blocks[:, 9] = TESTED * tested[at] + BEGINS * (ranks(sizes) == 0) + 256 * prod(box)
     blocks[:, 10] = of_tiles(cut.first * x for cut, x in zip(cuts, strides))[tile]
     blocks[:, 11] = of_tiles(cut.shared << 6 * at for at, cut in enumerate(cuts))[tile]
     along = [_coordinate(side, prod(box[at + 1 :])) for at, side in enumerate(box)]
@@ -346,12 +316,8 @@ def _schedule(grid: neighborhood, box: tuple[int, ...], cuts: list[Cut], device:
     def to_device(rows: Ints) -> Tensor:
         return torch.from_numpy(rows.astype(np.int32)).to(device)
 
-    none = torch.zeros((0, ITEM), dtype=torch.int32, device=device)
     found = Masks(to_device(words), spread, " & ".join(owned) or None, MEMBERS * int(held[at].sum()))
-    return Schedule(
-        pattern=full(), items=none, blocks=to_device(blocks), joins=none, segments=2, ragged=True, slots=0,
-        ends=ends, masks=found,
-    )  # fmt: skip
+    return HopperSchedule(to_device(blocks), sizes, found, segments=2)
 
 
 def _coordinate(side: int, inner: int) -> str:

@@ -17,8 +17,19 @@ from torch import Tensor
 
 from ...progression import Ints
 from .call import Layout, exceeds_int32
-from .schedule import BEGINS, ITEM, MIN_SPLIT, TESTED, WIDTH, DevicePass, DevicePasses, Schedule, repeated
-from .tile_lists import MEMBERS, Masks
+from .mask import MEMBERS, Masks
+from .schedule import (
+    BEGINS,
+    ITEM,
+    MIN_SPLIT,
+    TESTED,
+    WIDTH,
+    DevicePass,
+    DevicePasses,
+    HopperSchedule,
+    indices_of_blocks,
+    ranks,
+)
 
 MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
@@ -46,6 +57,11 @@ class WorkSplit:
     rows: int = 1  # batch rows with chunks of their own, as many of each, one row after the other
 
     @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """As the kernels take them."""
+        return self.chunks, self.blocks, self.slot, self.masks
+
+    @property
     def programs(self) -> int:
         """Of one head."""
         return len(self.chunks) // self.rows
@@ -56,40 +72,39 @@ def by_length(route: DevicePasses, programs: int) -> DevicePasses:
     would be cut where those are. programs: those of a head that run at the same time."""
     steps: list[DevicePass] = []
     for step in route.steps:
-        size = np.diff(step.work.ends, prepend=0)
+        size = step.work.sizes
         long = size < 0
         while (more := ~long & (size > max(size[~long].sum() / programs + MIN_EXCESS, MIN_SPLIT))).any():
             long |= more
         steps += [
-            replace(step, work=_of_tiles(step.work, tiles, slots))
-            for tiles, slots in ((long, 1), (~long, 0))
+            replace(step, work=_of_tiles(step.work, tiles, is_long))
+            for tiles, is_long in ((long, True), (~long, False))
             if tiles.any()
         ]
     return replace(route, steps=tuple(steps))
 
 
-def _of_tiles(work: Schedule, tiles: NDArray[np.bool_], slots: int) -> Schedule:
-    """The blocks of some of the tiles; slots: whether they are split."""
-    size = np.diff(work.ends, prepend=0)
+def _of_tiles(work: HopperSchedule, tiles: NDArray[np.bool_], split: bool) -> HopperSchedule:
+    """The blocks of some of the tiles; split: whether programs share these."""
     if tiles.all():
-        return work if slots == work.slots else replace(work, slots=slots)
-    held = torch.from_numpy(np.flatnonzero(np.repeat(tiles, size)))
-    blocks = work.blocks[held.to(work.blocks.device)]
-    return replace(work, blocks=blocks, ends=np.cumsum(size[tiles]), slots=slots)
+        return work if split == work.split else replace(work, split=split)
+    indices = torch.from_numpy(indices_of_blocks(work.sizes, np.flatnonzero(tiles)))
+    blocks = work.blocks[indices.to(work.blocks.device)]
+    return replace(work, blocks=blocks, sizes=work.sizes[tiles], split=split)
 
 
-def heads_at_a_time(work: Schedule, heads: int, others: Layout, programs: int) -> int:
+def heads_at_a_time(work: HopperSchedule, heads: int, others: Layout, programs: int) -> int:
     """How many heads run at the same time: all, or if the rows of the other side (two tensors like `others`) do not
     fit into the cache, as few as leave every program enough blocks. If programs share tiles, all do."""
     rows = 2 * 2 * math.prod(others.shape)  # bytes
-    if work.slots or work.rows > 1 or rows <= CACHE:
+    if work.split or work.rows > 1 or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
     return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)
 
 
 def split_work(
-    work: Schedule,
+    work: HopperSchedule,
     heads: int,
     programs: int,
     group: int = 1,
@@ -104,14 +119,13 @@ def split_work(
     dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
     backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
-    per_tile = np.diff(work.ends, prepend=0)
-    size, table = group * per_tile, work.blocks.cpu().numpy()
-    k = min(max(programs // heads, 1), int(size.sum()) if work.slots else len(size))
-    if work.rows and work.slots:
+    size, table = group * work.sizes, work.blocks.cpu().numpy()
+    k = min(max(programs // heads, 1), int(size.sum()) if work.split else len(size))
+    if work.rows and work.split:
         return _in_order(work, table, _equal_pieces(size, k), group, multiple)
-    if work.slots:
-        table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(per_tile)), per_tile)))]
-        pieces = _aligned_pieces(table[:, 0].astype(np.int64), work.ends, per_tile, k, group)
+    if work.split:
+        table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(size)), work.sizes)))]
+        pieces = _aligned_pieces(table[:, 0].astype(np.int64), work.sizes, k, group)
         return _in_order(work, table, pieces.T, group, multiple)
     each = 0
     if work.rows:
@@ -129,16 +143,16 @@ def split_work(
 
 
 def _in_order(
-    work: Schedule, table: NDArray[Any], pieces: Ints, group: int, multiple: int, each: int = 0
+    work: HopperSchedule, table: NDArray[Any], pieces: Ints, group: int, multiple: int, each: int = 0
 ) -> WorkSplit:
     """The blocks in the order of execution. pieces: tile, first and end of its blocks, program; by program.
 
     each: if batch rows differ, the number of programs for each of them. A row has empty ones after its own: a block
     without members, of a tile without members, writes nothing.
     """
-    (tile, begin, end, program_of), per_tile = pieces, np.diff(work.ends, prepend=0)
-    parts = np.bincount(tile, minlength=len(per_tile))[tile]
-    in_tile = np.lexsort((begin, tile)) if work.slots else tile[:0]
+    (tile, begin, end, program_of), sizes = pieces, work.sizes
+    parts = np.bincount(tile, minlength=len(sizes))[tile]
+    in_tile = np.lexsort((begin, tile)) if work.split else tile[:0]
     in_tile = in_tile[parts[in_tile] > 1]
     slot = np.full(len(tile), -1)
     slot[in_tile] = np.arange(len(in_tile))
@@ -152,8 +166,8 @@ def _in_order(
     nth, stops = np.arange(total) + np.repeat(begin - starts, length), np.repeat(end, length)
     empty = np.flatnonzero(nth >= stops)
     nth[empty] = stops[empty] - 1
-    head, nth = np.divmod(nth, np.repeat(per_tile[tile], length)) if group > 1 else (0, nth)
-    blocks = table[nth + np.repeat((work.ends - per_tile)[tile], length)]
+    head, nth = np.divmod(nth, np.repeat(sizes[tile], length)) if group > 1 else (0, nth)
+    blocks = table[nth + np.repeat((np.cumsum(sizes) - sizes)[tile], length)]
     blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * head
     blocks[starts, 9] |= BEGINS
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
@@ -182,9 +196,9 @@ def _in_order(
 # took 40 ms.
 
 
-def shares_tiles(work: Schedule, heads: int, programs: int) -> bool:
+def shares_tiles(work: HopperSchedule, heads: int, programs: int) -> bool:
     """Whether programs share tiles: if otherwise the longest takes so much more than its share that merging pays."""
-    size = np.sort(np.diff(work.ends, prepend=0))[::-1]
+    size = np.sort(work.sizes)[::-1]
     if work.rows > 1 or size[0] < MIN_SPLIT:
         return False
     k = int(_programs_of_rows(work, heads, programs)[0])
@@ -193,15 +207,15 @@ def shares_tiles(work: Schedule, heads: int, programs: int) -> bool:
     return bool(longest > MIN_GAIN * (size + 1).sum() / k + MERGING)
 
 
-def _programs_of_rows(work: Schedule, heads: int, programs: int) -> Ints:
+def _programs_of_rows(work: HopperSchedule, heads: int, programs: int) -> Ints:
     """Of the heads of each batch row, by its share of the blocks."""
-    blocks = np.bincount(work.row, np.diff(work.ends, prepend=0), work.rows).astype(np.int64)
+    blocks = np.bincount(work.row, work.sizes, work.rows).astype(np.int64)
     turns = -(-MIN_OF_HEAD * heads // programs)  # in which programs run, one after the other
     share = turns * programs * blocks // (heads // work.rows * len(work.blocks))
     return np.minimum(share, np.maximum(blocks // MIN_BLOCKS, programs // heads)).clip(1)
 
 
-def _by_rows(work: Schedule, size: Ints, heads: int, programs: int, *how: Any) -> tuple[Ints, int]:
+def _by_rows(work: HopperSchedule, size: Ints, heads: int, programs: int, *how: Any) -> tuple[Ints, int]:
     """The program of each tile, those of a batch row after those of the one before; and if there are several rows,
     how many programs each of them has."""
     found, k = [], _programs_of_rows(work, heads, programs)
@@ -268,17 +282,18 @@ def _in_rounds(size: Ints, programs: int, dynamic_share: float, tiles_each: int,
     return program_of
 
 
-def _aligned_pieces(row: Ints, ends: Ints, per_tile: Ints, programs: int, group: int) -> Ints:
+def _aligned_pieces(row: Ints, sizes: Ints, programs: int, group: int) -> Ints:
     """Pieces of tiles in the order of execution, program by program: tile, first and end of its blocks, program.
 
     Tiles are cut at the same rows, in pieces of one program's length, so that programs read the same rows at the same
     time; shorter pieces are assigned to the remaining programs, one after the other.
     row: where the blocks of each tile begin, in order.
     """
-    share = -(-group * int(per_tile.sum()) // programs)
+    share = -(-group * int(sizes.sum()) // programs)
     apart = int(row.max()) + 1
-    keys = [np.add.outer(np.arange(group) * apart, row[e - x : e]).ravel() for e, x in zip(ends, per_tile)]
-    longest = keys[int(np.argmax(per_tile))]
+    rows = np.split(row, np.cumsum(sizes)[:-1])
+    keys = [np.add.outer(np.arange(group) * apart, x).ravel() for x in rows]
+    longest = keys[int(np.argmax(sizes))]
     candidates = [
         _cut_at(keys, longest[at::share], share) for at in {0, len(longest) % share}
     ]  # from either end
@@ -322,10 +337,10 @@ def chain(
     """
     b, h, n, d = layouts[0].shape
     long, works = as_one_head(layouts), [x.work for x in route.steps]
-    plain = all(x.keep is None and x.work.segments == 1 and not x.work.slots for x in route.steps)
+    plain = all(x.keep is None and x.work.segments == 1 and not x.work.split for x in route.steps)
     if long is None or not (route.joins and plain):
         return None
-    size = np.concatenate([np.diff(x.ends, prepend=0) for x in works])
+    size = np.concatenate([x.sizes for x in works])
     if size.max() > MAX_IN_TILE or b * h * size.sum() > MAX_CHAINED:
         return None
     tables = [x.blocks.cpu().numpy().astype(np.int64) for x in works]
@@ -334,7 +349,7 @@ def chain(
         table[:, 8] += 256 * before
     table = np.concatenate(tables)
     begin = np.cumsum(size) - size
-    of_pass = np.repeat(np.arange(len(tables)), [len(x.work.ends) for x in route.steps])
+    of_pass = np.repeat(np.arange(len(tables)), [len(x.sizes) for x in works])
     all_rows, count = _stretches(table[begin], n)
     stretch = all_rows[table[begin, 10]]
     # A pass is behind the one before it by most of the tiles that run at a time, so that tiles seldom wait.
@@ -354,13 +369,12 @@ def chain(
     head, tile = np.repeat(np.arange(times), len(size)), np.tile(np.arange(len(size)), times)
     order = np.lexsort((of_pass[tile], head * count + stretch[tile] + behind * of_pass[tile]))
     head, tile = head[order], tile[order]
-    ends, of = np.cumsum(size[tile]), np.repeat(np.arange(len(tile)), size[tile])
-    table = table[begin[tile[of]] + np.arange(ends[-1]) - (ends - size[tile])[of]]
-    table[:, [0, 10]] += n * head[of][:, None]
-    table[:, 4] += count * head[of]
+    table, head = table[indices_of_blocks(size, tile)], np.repeat(head, size[tile])
+    table[:, [0, 10]] += n * head[:, None]
+    table[:, 4] += count * head
     blocks = torch.from_numpy(table.astype(np.int32)).to(route.steps[0].work.blocks.device)
     together = Masks(torch.cat(masks))
-    work = replace(works[0], blocks=blocks, ends=ends, ordered=True, chained=True, masks=together)
+    work = replace(works[0], blocks=blocks, sizes=size[tile], ordered=True, chained=True, masks=together)
     return DevicePass(work, None, True, False), long, times * count
 
 
@@ -387,21 +401,20 @@ def mix(
     """
     if not route.apart or len(route.steps) > 2:
         return None
-    pieces, others = sorted(route.steps, key=lambda x: not x.work.slots)
+    pieces, others = sorted(route.steps, key=lambda x: not x.work.split)
     flat, long = flatten_heads(others, step, layouts)
     plain = not (pieces.work.ragged or pieces.keep is not None or flat is others)
-    if not (plain and pieces.work.slots and pieces.work.segments <= others.work.segments <= 2):
+    if not (plain and pieces.work.split and pieces.work.segments <= others.work.segments <= 2):
         return None
     (b, h, n, _), work = layouts[0].shape, pieces.work
-    times, per_tile = b * h, np.diff(work.ends, prepend=0)
+    times, per_tile = b * h, work.sizes
     table = work.blocks.cpu().numpy()
     tile = np.repeat(np.arange(len(per_tile)), per_tile)
     table = table[np.lexsort((table[:, 0], tile))]
-    nth = np.arange(len(tile)) - np.repeat(work.ends - per_tile, per_tile)
-    begin = np.flatnonzero(nth % PIECE == 0)
+    begin = np.flatnonzero(ranks(per_tile) % PIECE == 0)
     size, count = np.diff(begin, append=len(tile)), -(-per_tile // PIECE)
     table[:, 7] = np.repeat(times * np.arange(len(begin)), size)
-    head = table[work.ends - per_tile]
+    head = table[np.cumsum(per_tile) - per_tile]
     joins = np.zeros((len(per_tile), ITEM), dtype=np.int64)
     joins[:, :5] = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, np.cumsum(count) - count, count])
 
@@ -409,15 +422,12 @@ def mix(
     both[:, 7] += np.repeat(np.arange(times), len(table))
     rest = flat.work.blocks.cpu().numpy().copy()
     rest[:, 7] = -1
-    size = np.concatenate([np.tile(size, times), np.diff(flat.work.ends, prepend=0)])
+    size = np.concatenate([np.tile(size, times), flat.work.sizes])
     both, first = np.concatenate([both, rest]), np.cumsum(size) - size
     row = np.where(both[first, 7] < 0, both[first, 10], both[first, 0])  # of a tile, of the keys of a piece
     order = np.argsort(row, kind="stable")
-    ends = np.cumsum(size[order])
-    of = np.repeat(np.arange(len(order)), size[order])
-    both = both[first[order[of]] + np.arange(ends[-1]) - (ends - size[order])[of]]
-    device = work.blocks.device
-    made = replace(flat.work, blocks=torch.from_numpy(both).to(device), ends=ends, ordered=True)
+    device, blocks = work.blocks.device, torch.from_numpy(both[indices_of_blocks(size, order)])
+    made = replace(flat.work, blocks=blocks.to(device), sizes=size[order], ordered=True)
     cut = split_work(made, 1, programs, dynamic_share=dynamic_share)
     slot, merged = cut.blocks[:, 7].contiguous(), torch.from_numpy(joins.astype(np.int32)).to(device)
     return pieces, flat, long, replace(cut, slot=slot, joins=merged, slots=len(begin))
@@ -443,7 +453,7 @@ def flatten_heads(
     """
     b, h, n, _ = layouts[0].shape
     times = b * h
-    if times == 1 or one.work.slots or one.work.rows or times * len(one.work.blocks) > MAX_BLOCKS:
+    if times == 1 or one.work.split or one.work.rows or times * len(one.work.blocks) > MAX_BLOCKS:
         return one, layouts
     long = as_one_head(layouts)
     # The members whose results count must be the same when all shift by n, and a kernel computes their positions in
@@ -452,6 +462,15 @@ def flatten_heads(
     if long is None or period == 0 or step * n % period or (period > 1 and step * n * times >= 2**31):
         return one, layouts
     return replace(one, work=repeated(one.work, times, n)), long
+
+
+def repeated(work: HopperSchedule, times: int, apart: int) -> HopperSchedule:
+    """The schedule of `times` sequences, `apart` positions from one to the next, as one."""
+    shift = apart * np.repeat(np.arange(times), len(work.blocks))[:, None]
+    blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
+    blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
+    moved = torch.from_numpy(blocks).to(work.blocks.device)
+    return replace(work, blocks=moved, sizes=np.tile(work.sizes, times))
 
 
 def _heads_are_contiguous(x: Layout) -> bool:

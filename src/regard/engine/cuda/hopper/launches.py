@@ -6,11 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..call import CallLayout, Config, Layout, contiguous, padded
 from ..documents import Packed
-from ..launches import PARTS, Launches, _merge, _multiprocessors, _parts, _sum, joins_sink
+from ..launches import PARTS, Launches, joins_sink, merge_parts, multiprocessors, parts_workspace, sum_parts
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..tile_lists import in_boxes, with_masks
@@ -41,7 +40,7 @@ def programs_per_multiprocessor(config: Config) -> int:
 
 
 def programs_at_a_time(config: Config, device: torch.device) -> int:
-    return programs_per_multiprocessor(config) * _multiprocessors(device)
+    return programs_per_multiprocessor(config) * multiprocessors(device)
 
 
 def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
@@ -69,6 +68,19 @@ def launched_passes(
     return route, [flatten_heads(step, apart, call.tensors) for step in route.steps], 0
 
 
+def _launch(
+    kernel: Any, config: Config, call: CallLayout, step: DevicePass, cut: WorkSplit,
+    layouts: tuple[Layout, ...], heads: tuple[int, int, int], *numbers: Any, early: bool = True, **constants: Any,
+) -> Launch:  # fmt: skip
+    """layouts: those whose strides the kernel takes; heads: of a batch row, of all rows, and at the same time."""
+    strides, chained = (x for layout in layouts for x in layout.strides), step.work.chained
+    static = hopper_static(step, config, call)._replace(SPLIT=cut.slots > 0, **constants)
+    return Launch(
+        kernel, cut.programs * heads[1], config, *strides, *heads, *numbers,
+        early=early and not chained, cooperative=chained, S=static,
+    )  # fmt: skip
+
+
 def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     """Fills o and lse. Returns the passes, their launches, and the workspace as `dq` does."""
     task, parts, shape = call.task, 0, call.output.shape
@@ -83,34 +95,30 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     launches: Launches = []
     apart, place = route.apart and mixed is None, (task.start, task.step)
     for nth, (step, (q, k, v)) in enumerate(launched):
-        (b, h, n, d), h_kv, late = q.shape, k.shape[1], apart and nth > 0
+        (b, h, n, d), late = q.shape, apart and nth > 0
         out = call.output if q.shape == shape else contiguous(b, h, n, d)
         # Every second pass runs backwards: it begins with rows that are still in the cache.
         if mixed is None:
-            few = b * h * len(step.work.ends) <= FEW_TILES * at_a_time
+            few = b * h * len(step.work.sizes) <= FEW_TILES * at_a_time
             share = 0.0 if counters or few else DYNAMIC_SHARE
             together = heads_at_a_time(step.work, b * h, k, at_a_time)
             cut = split_work(step.work, together, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
         else:
             together, cut = b * h, mixed[3]
-        early = late or (step.accumulates and not counters)
-        launch = Launch(
-            hopper_forward, cut.programs * b * h, config, *q.strides, *k.strides, *v.strides, *out.strides,
-            h, b * h, together, h // h_kv, n, task.start, task.step, *task.factors, shape[2], shape[1], early=early,
-            cooperative=counters > 0, S=hopper_static(step, config, call)._replace(
-                SPLIT=cut.slots > 0, LATE=late, SINKS=joins_sink(call, route),
-                LETS=apart or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :]),
-            ),
+        lets = apart or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :])
+        launch = _launch(
+            hopper_forward, config, call, step, cut, (q, k, v, out), (h, b * h, together),
+            h // k.shape[1], n, *place, *task.factors, shape[2], shape[1], early=late or step.accumulates,
+            LATE=late, LETS=lets, SINKS=joins_sink(call, route),
         )  # fmt: skip
         buffers = ("counters" if counters else PARTS[0], PARTS[1])
-        tables = cut.chunks, cut.blocks, cut.slot, cut.masks
-        names = "q", "k", "v", "o", "lse", *buffers, "lengths", "sink", *tables
+        names = "q", "k", "v", "o", "lse", *buffers, "lengths", "sink", *cut.tables
         split = step if mixed is None else mixed[0]
-        launches += [(launch, names), _merge(call.output, cut.joins, config, place, split, early=True)]
+        launches += [(launch, names), merge_parts(call.output, cut.joins, config, place, split, early=True)]
         parts = max(parts, cut.slots * config.tile)
     if apart:  # merged in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is merge_kernel)
-    return route, launches, {**_parts(math.prod(shape[:2]) * parts, shape[3]), "counters": counters}
+    return route, launches, {**parts_workspace(math.prod(shape[:2]) * parts, shape[3]), "counters": counters}
 
 
 def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
@@ -118,29 +126,24 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
 
     Returns the passes, their launches, and the workspace for the parts of split tiles and for counters.
     """
-    task, parts = call.task, 0
+    task, parts, place = call.task, 0, (call.task.start, call.task.step)
     config = config_of(call, "hopper_dq")
-    route, flattened, counters = launched_passes(call, config, False)
+    route, launched, counters = launched_passes(call, config, False)
     launches: Launches = []
     at_a_time = programs_at_a_time(config, call.device)
-    for nth, (step, (q, k, v, o, do)) in enumerate(flattened):
-        (b, h, n, d), h_kv = q.shape, k.shape[1]
+    for nth, (step, tensors) in enumerate(launched):
+        (b, h, n, d), k = tensors[0].shape, tensors[1]
         together = heads_at_a_time(step.work, b * h, k, at_a_time)
         cut = split_work(step.work, together, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
-        launch = Launch(
-            hopper_dq, cut.programs * b * h, config,
-            *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
-            h, b * h, together, h // h_kv, n, task.start, task.step, task.scale, *task.factors,
-            early=not counters, cooperative=counters > 0,
-            S=hopper_static(step, config, call)._replace(
-                HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0, LATE=route.apart and nth > 0
-            ),
+        launch = _launch(
+            hopper_dq, config, call, step, cut, (*tensors, contiguous(b, h, n, d)), (h, b * h, together),
+            h // k.shape[1], n, *place, task.scale, *task.factors,
+            HAS_DLSE=call.has_dlse, LATE=route.apart and nth > 0,
         )  # fmt: skip
-        made = "lse2", "delta", "dq", "counters" if counters else "part"
-        tables = cut.chunks, cut.blocks, cut.slot, cut.masks
-        names = "q", "k", "v", "o", "do", "lse", "dlse", *made, "lengths", *tables
+        results = "lse2", "delta", "dq", "counters" if counters else "part"
+        names = "q", "k", "v", "o", "do", "lse", "dlse", *results, "lengths", *cut.tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
-        total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step))
+        total = sum_parts(out, (0, width), step, cut.joins, config, place)
         launches += [(launch, names), (total, ("dq", "part", cut.joins))]
         parts = max(parts, cut.slots * b * h * config.tile * width)
     return route, launches, {"part": parts, "counters": counters}
@@ -152,62 +155,47 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     Split tiles come first, unless a pass continues from an earlier one: the next launch adds up their parts if it
     can, otherwise a separate launch does.
     """
-    b, h_kv, m, d = call.tensors[1].shape
-    config = config_of(call, "hopper_dkv")
-    route, flattened, counters = launched_passes(call, config, True)
+    (rows, h_kv, m, d), task = call.tensors[1].shape, call.task
+    group, config = call.tensors[0].shape[1] // h_kv, config_of(call, "hopper_dkv")
+    at_a_time = programs_at_a_time(config, call.device)
+    route, launched, counters = launched_passes(call, config, True)
     if not route.joins:
-        flattened.sort(key=lambda x: not x[0].work.slots)
-    added = [False, *(_adds(x, y) for (x, _), (y, _) in pairwise(flattened)), False]
-    both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
+        launched.sort(key=lambda x: not x[0].work.split)
+    added = [False, *(_adds(x, y) for (x, _), (y, _) in pairwise(launched)), False]
+    both = contiguous(2 * rows, h_kv, m, d)  # dk and dv as heads of twice the batch
     launches: Launches = []
     workspace = {"counters_of_keys": counters}
     # A launch without parts and counters is given a buffer that it does not read.
-    part, before = "counters_of_keys" if counters else "delta", None
-    for nth, (step, tensors) in enumerate(flattened):
-        adds = before if added[nth] else None
-        cut, launch = _by_keys(call, step, tensors, adds, nth)
+    part = "counters_of_keys" if counters else "delta"
+    before: Any = None  # the previous pass, and which parts it left
+    joins: Any = None
+    for nth, (step, (q, k, v, _, do)) in enumerate(launched):
+        (b, heads, *_), adds = k.shape, added[nth]
+        short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time
+        share = 0.0 if step.work.split or counters or short else DYNAMIC_SHARE
+        backwards = step.accumulates and nth % 2 == 1
+        together = heads_at_a_time(step.work, b * heads, q, at_a_time)
+        cut = split_work(step.work, together, at_a_time, group, 2, share, backwards)
+        launch = _launch(
+            hopper_dkv, config, call, step, cut, (q, k, v, do, contiguous(*k.shape)), (heads, b * heads, together),
+            q.shape[2], len(joins) if adds else 0, rows * h_kv, m, task.scale, *task.factors,
+            WAITS=nth == 0 or step.accumulates, GROUP=group, ADDS=adds, adds=keep(before.keep) if adds else None,
+        )  # fmt: skip
         if cut.slots:
             part = f"part{nth}"
-            workspace[part] = cut.slots * 2 * b * h_kv * config.tile * padded(d)
-        slots = cut.slot if adds is None else adds[1]
-        tables = cut.chunks, cut.blocks, slots, cut.masks
-        names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, "lengths", *tables
-        launches.append((launch, names))
+            workspace[part] = cut.slots * 2 * rows * h_kv * config.tile * padded(d)
+        tables = replace(cut, slot=joins).tables if adds else cut.tables
+        launches.append(
+            (launch, ("q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, "lengths", *tables))
+        )
         if cut.slots and not added[nth + 1]:
-            total = _sum(both, (0, padded(d)), step, cut.joins, config, (0, 1))
+            total = sum_parts(both, (0, padded(d)), step, cut.joins, config, (0, 1))
             launches.append((total, ("dk", part, cut.joins)))
-        before = step, cut.joins
+        before, joins = step, cut.joins
     return route, launches, workspace
 
 
 def _adds(before: DevicePass, step: DevicePass) -> bool:
     """Whether `step` adds up the parts that the previous one has left: it has no parts of its own, and neither of the
     two continues from earlier results."""
-    return before.work.slots > 0 and not (step.work.slots or step.accumulates or before.accumulates)
-
-
-def _by_keys(
-    call: CallLayout, step: DevicePass, tensors: tuple[Layout, ...], left: tuple[DevicePass, Tensor] | None, nth: int
-) -> tuple[WorkSplit, Launch]:  # fmt: skip
-    """The launch of pass `nth` of dk and dv; left: the pass before and its joins, if this one adds up its parts."""
-    task, h, (rows, h_kv, m) = call.task, call.tensors[0].shape[1], call.tensors[1].shape[:3]
-    config = config_of(call, "hopper_dkv")
-    chained, (q, k, v, _, do) = step.work.chained, tensors
-    (b, heads, _, _), group = k.shape, h // h_kv
-    at_a_time = programs_at_a_time(config, call.device)
-    short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time
-    share = 0.0 if step.work.slots or chained or short else DYNAMIC_SHARE
-    backwards = step.accumulates and nth % 2 == 1
-    together = heads_at_a_time(step.work, b * heads, q, at_a_time)
-    cut = split_work(step.work, together, at_a_time, group, 2, share, backwards)
-    launch = Launch(
-        hopper_dkv, cut.programs * b * heads, config,
-        *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides,
-        heads, b * heads, together, q.shape[2], 0 if left is None else len(left[1]), rows * h_kv, m,
-        task.scale, *task.factors,
-        early=not chained, cooperative=chained, S=hopper_static(step, config, call)._replace(
-            WAITS=nth == 0 or step.accumulates, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
-            adds=None if left is None else keep(left[0].keep),
-        ),
-    )  # fmt: skip
-    return cut, launch
+    return before.work.split and not (step.work.split or step.accumulates or before.accumulates)

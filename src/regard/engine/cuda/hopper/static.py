@@ -61,11 +61,11 @@ class Static(NamedTuple):
 def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
     work, width, d = step.work, call.tensors[0].shape[-1], padded(call.tensors[0].shape[-1])
     sizes = config.tile, width, d, work.segments, *_layouts(config.block, config.warps, d, call.dtype)
-    made = Static(*[keep(step.keep), *sizes, step.accumulates, step.covered])
     texts = {"spread": work.masks.spread, "owned": work.masks.owned}
     of = {x: function(x, "a, hop", y, gluon.jit, {"gl": gl}) for x, y in texts.items() if y is not None}
-    made = made._replace(LENGTHS=call.lengths, CAPPED=call.task.softcap is not None, CHAINED=work.chained)
-    return made._replace(BY_ROW=work.rows > 1, **of)
+    return Static(*[keep(step.keep), *sizes, step.accumulates, step.covered])._replace(
+        LENGTHS=call.lengths, CAPPED=call.task.softcap is not None, CHAINED=work.chained, BY_ROW=work.rows > 1, **of
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
