@@ -29,7 +29,7 @@ from regard.engine.cuda.documents import Packed, read
 from regard.engine.cuda.hopper import launches as hopper
 from regard.engine.cuda.prepared import PREPARED, Launch, Program
 from regard.engine.cuda.schedule import BEGINS, TESTED, device_passes
-from regard.engine.cuda.tile_lists import tables, with_masks
+from regard.engine.cuda.tile_lists import one_launch_tables, with_masks
 from regard.engine.cuda.work_split import WorkSplit, split_work
 from regard.engine.explain import explain
 from regard.errors import BackendError
@@ -470,26 +470,30 @@ def unchecked():
 
 @pytest.mark.usefixtures("on_hopper", "empty_caches", "unchecked")
 def test_new_ids_at_each_call_fill_no_cache_and_are_dropped():
-    caches = device_passes, with_masks, tables, cuda_call._task
+    caches = device_passes, with_masks, one_launch_tables, cuda_call._task
     before = len(PREPARED), [cache.cache_info().currsize for cache in caches]
     found = []
     gc.disable()
-    for seed in range(2 * packed_documents.MAX_CACHED):
+    for seed in range(2 * packed_documents.MAX_CACHED_IDS):
         ids = torch.arange(512) // (seed + 5)
         found.append(weakref.ref(launches_of(facts(documents(ids) & causal()))))
     assert (len(PREPARED), [cache.cache_info().currsize for cache in caches]) == before
-    assert sum(x() is not None for x in found) == packed_documents.MAX_CACHED  # at once: they are in no cycle
     assert (
-        len(packed_documents._by_tensor) == len(packed_documents._by_contents) == packed_documents.MAX_CACHED
+        sum(x() is not None for x in found) == packed_documents.MAX_CACHED_IDS
+    )  # at once: they are in no cycle
+    assert (
+        len(packed_documents._by_tensor)
+        == len(packed_documents._by_contents)
+        == packed_documents.MAX_CACHED_IDS
     )
 
 
 @pytest.mark.usefixtures("on_hopper", "empty_caches")
 def test_a_second_call_with_the_same_ids_prepares_nothing():
     call = facts(documents(torch.arange(512) // 100) & causal())
-    kept = len(launches_of(call).kept)
-    with mock.patch.object(packed_documents, "_cut", side_effect=AssertionError):
-        assert len(launches_of(call).kept) == kept
+    kept = len(launches_of(call).cache)
+    with mock.patch.object(packed_documents, "_schedule", side_effect=AssertionError):
+        assert len(launches_of(call).cache) == kept
 
 
 # Repeated calls

@@ -21,7 +21,7 @@ from regard.engine.cuda.hopper.launches import hopper_passes
 from regard.engine.cuda.prepared import Launch
 from regard.engine.cuda.schedule import TESTED, device_passes
 from regard.engine.cuda.tile_lists import in_boxes, with_masks
-from regard.engine.cuda.work_split import by_length, chain, split_work
+from regard.engine.cuda.work_split import by_length, chain_passes, split_work
 from regard.pattern import (
     Pattern,
     blocks,
@@ -346,15 +346,15 @@ def unmark_empty(cut):
 
 
 def changed_chain(change):
-    """`chain`, where tiles wait for another number of tiles."""
+    """`chain_passes`, where tiles wait for another number of tiles."""
 
     def chain_of(*arguments):
-        made = chain(*arguments)
+        made = chain_passes(*arguments)
         if made is not None:
             change(made[0].work.blocks[:, 5])
         return made
 
-    return [(hopper, "chain", chain_of)]
+    return [(hopper, "chain_passes", chain_of)]
 
 
 def launch_without_cooperation(*arguments, **given):

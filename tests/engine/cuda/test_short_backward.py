@@ -142,11 +142,11 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
 
 
 def test_the_tables_are_made_once_for_a_pattern_and_a_shape():
-    from regard.engine.cuda.tile_lists import tables
+    from regard.engine.cuda.tile_lists import one_launch_tables
 
     given = (causal() & window(9), 97, 101, 4, 1), (64, 64), torch.device("cpu")
-    (items, members, blocks), for_keys = tables(*given)
-    assert tables(*given)[0][0] is items
+    (items, members, blocks), for_keys = one_launch_tables(*given)
+    assert one_launch_tables(*given)[0][0] is items
     assert (for_keys, len(items)) == (2, 4)
     assert {x.dtype for x in (items, members, blocks)} == {torch.int32}
     assert members.shape == (4, 64) and blocks.shape == (int(items[-1, 5]), 64)

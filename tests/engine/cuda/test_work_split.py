@@ -387,10 +387,10 @@ CHAINED = [
 
 def chained(pattern, n, by_keys, place=(0, 1), layouts=None):
     from regard.engine.cuda.call import contiguous
-    from regard.engine.cuda.work_split import chain
+    from regard.engine.cuda.work_split import chain_passes
 
     route = masked(pattern, n, by_keys, place)
-    return chain(route, (contiguous(1, 2, n, 128),) * 3 if layouts is None else layouts, 396)
+    return chain_passes(route, (contiguous(1, 2, n, 128),) * 3 if layouts is None else layouts, 396)
 
 
 @pytest.mark.parametrize(("by_keys", "programs"), [(False, 3), (True, 50)])
@@ -477,11 +477,11 @@ LONGFORMER = window(64) | rows(64) | every(64)
 # 4096: one tile of global rows, in 8 pieces of 8 blocks; 4160: two tiles, in 8 pieces of 8 blocks and one of 1 each
 @pytest.mark.parametrize("n", [4096, 4160])
 def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_keys(n):
-    from regard.engine.cuda.work_split import mix
+    from regard.engine.cuda.work_split import interleave
 
     pattern, heads = LONGFORMER, 2
     route, layouts = forward_route(pattern, n, heads)
-    pieces, flat, long, cut = mix(route, layouts, 1, 24, 0.1)
+    pieces, flat, long, cut = interleave(route, layouts, 1, 24, 0.1)
     assert long[0].shape[2] == heads * n and pieces.keep is None and flat.keep == ~rows(64)
     seen, parts = np.zeros((heads * n, heads * n), dtype=np.int8), np.zeros(heads * cut.slots, dtype=int)
     blocks, slots = cut.blocks.numpy(), cut.slot.numpy()
@@ -518,9 +518,9 @@ def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_
     ],
 )
 def test_global_rows_run_apart_where_one_launch_cannot_hold_them(pattern, n, step):
-    from regard.engine.cuda.work_split import mix
+    from regard.engine.cuda.work_split import interleave
 
-    assert mix(*forward_route(pattern, n, 2), step, 24, 0.1) is None
+    assert interleave(*forward_route(pattern, n, 2), step, 24, 0.1) is None
 
 
 GRIDS = [

@@ -43,8 +43,8 @@ class Triton:
         if f.device_type != "cuda":
             return f"it runs on CUDA, not on {f.device_type}"
         if f.pattern.has_data and (f.observed or not isinstance(f.pattern, neighborhood)):
-            found = read(f)
-            return found if isinstance(found, str) else None
+            result = read(f)
+            return result if isinstance(result, str) else None
         if f.dtype == torch.float64:
             return "the Triton kernels take float32, float16 or bfloat16, not float64"
         if max(f.d_k, f.d_v) > MAX_HEAD_DIM:
@@ -68,9 +68,15 @@ class Triton:
 
     def prepare(self, f: CallFacts) -> Prepared:
         f = replace(f, pattern=_pattern(f))
-        build = (lambda: _prepared_launches(f)) if _is_direct(f) and not f.observed else None
-        made = variant(f), lambda: _visited(f), lambda call: _run(call, f), build
-        return Prepared(self.name, *made, joins_sink=not f.observed)
+
+        def build() -> Callable[..., Tensor]:
+            from .host import PreparedAttention
+
+            return PreparedAttention(_task_of(f), f.grad)
+
+        fields = variant(f), lambda: _visited(f), lambda call: _run(call, f)
+        is_direct = _is_direct(f) and not f.observed
+        return Prepared(self.name, *fields, build if is_direct else None, joins_sink=not f.observed)
 
 
 def _pair(f: CallFacts) -> float:
@@ -83,16 +89,16 @@ def _pair(f: CallFacts) -> float:
 
 def _is_direct(f: CallFacts) -> bool:
     """Whether nothing but numbers and the tensors of `Call.row_extras` is given beside q, k, v and the pattern."""
-    rest = replace(f, lengths=False, left_padding=False, row_offsets=False, sink_logits=False, softcap=None)
-    return (replace(rest, pattern=full()) if isinstance(f.pattern, Packed) else rest).only_pattern
+    bare = replace(f, lengths=False, left_padding=False, row_offsets=False, sink_logits=False, softcap=None)
+    return (replace(bare, pattern=full()) if isinstance(f.pattern, Packed) else bare).only_pattern
 
 
 def _pattern(f: CallFacts) -> Pattern:
     """The pattern; of documents, with the ids as they were read."""
     if not f.pattern.has_data or isinstance(f.pattern, neighborhood):
         return f.pattern
-    found = read(f)
-    return f.pattern if isinstance(found, str) else found
+    result = read(f)
+    return f.pattern if isinstance(result, str) else result
 
 
 def _of_documents(f: CallFacts, packed: Packed) -> float:
@@ -117,8 +123,8 @@ def _visited(f: CallFacts) -> int:
 def _without_positions(f: CallFacts) -> CallFacts:
     """The same call without per-row query positions, if the kernels support those: one query per batch row, without
     gradients, and not under a compiler."""
-    taken = f.row_offsets and _decodes(f) and not f.grad and not f.observed
-    return replace(f, row_offsets=False) if taken else f
+    supported = f.row_offsets and _decodes(f) and not f.grad and not f.observed
+    return replace(f, row_offsets=False) if supported else f
 
 
 def _decodes(f: CallFacts) -> bool:
@@ -165,12 +171,6 @@ def _task_of(f: CallFacts) -> Task:
     """Of a call without bias and dropout."""
     q, _, v = f.like()
     return task(q, v, Options(f.pattern, *f.offset, f.factor, softcap=f.softcap))
-
-
-def _prepared_launches(f: CallFacts) -> Callable[..., Tensor]:
-    from .host import PreparedAttention
-
-    return PreparedAttention(_task_of(f), f.grad)
 
 
 def _run(call: Call, f: CallFacts) -> Outputs:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from .schedule import DevicePasses, HopperSchedule
 
 WIDTHS = range(33, 257)  # of heads that the Hopper kernels take
-MAX_CACHED = 8  # ids whose tables are kept: those of a batch, one for each pattern beside them
-MAX_KEPT = 64  # tables and prepared launches of one of them
+MAX_CACHED_IDS = 8  # ids whose tables are kept: those of a batch, one for each pattern beside them
+MAX_CACHED = 64  # tables and prepared launches of one of them
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,7 +41,7 @@ class Packed(Both):
 
     first: Ints  # (rows, m): where the document of each key begins; of each batch row, or of all
     end: Ints  # … and ends
-    kept: Cache = field(default_factory=lambda: Cache(MAX_KEPT))  # what belongs to these ids
+    cache: Cache = field(default_factory=lambda: Cache(MAX_CACHED))  # what belongs to these ids
 
     @property
     def rows(self) -> int:
@@ -51,8 +51,8 @@ class Packed(Both):
     def schedule(self, n: int, start: int, by_keys: bool) -> "tuple[HopperSchedule, bool]":
         """The tiles of all batch rows, row after row, on the host; and whether every member is in a tile."""
         key = "schedule", n, start, by_keys
-        return self.kept.get(key) or self.kept.put(
-            key, _cut(len(self.first), *self._intervals(n, start, by_keys))
+        return self.cache.get(key) or self.cache.put(
+            key, _schedule(len(self.first), *self._intervals(n, start, by_keys))
         )
 
     def pairs(self, n: int, start: int) -> int:
@@ -70,9 +70,9 @@ class Packed(Both):
         )
         if not len(on_host.blocks):
             return DevicePasses((), covers)
-        if (work := self.kept.get(key)) is None:
+        if (work := self.cache.get(key)) is None:
             masks = replace(on_host.masks, words=on_host.masks.words.to(device))
-            work = self.kept.put(key, replace(on_host, masks=masks))
+            work = self.cache.put(key, replace(on_host, masks=masks))
         work = replace(work, split=True) if shares_tiles(work, *programs) else work
         return DevicePasses((DevicePass(work, None, False, False),), covers)
 
@@ -85,9 +85,9 @@ class Packed(Both):
             inside = np.clip(i, 0, m - 1)
             first = np.where(i < 0, -1, np.where(i < m, first[:, inside], m))
             end = np.where(i < 0, 0, end[:, inside])  # beyond the ids, no interval ends after it begins
-        found = _bounds(self.right, n, m, start)
-        assert found is not None
-        low, high = np.maximum(first, found[0]), np.minimum(end, found[1])
+        bounds = _bounds(self.right, n, m, start)
+        assert bounds is not None
+        low, high = np.maximum(first, bounds[0]), np.minimum(end, bounds[1])
         return (self.first, _up_to(high, m), _up_to(low, m)) if by_keys else (first, low, high)
 
 
@@ -101,16 +101,16 @@ def _up_to(ends: Ints, m: int) -> Ints:
 @lru_cache(maxsize=64)
 def _bounds(band: Pattern, n: int, m: int, start: int) -> tuple[Ints, Ints] | None:
     """The first key of each query and the end of its keys, if they are one interval whose ends never decrease."""
-    found = intervals(band, np.arange(start, start + n), m)
-    if found is None or any((np.diff(x) < 0).any() for x in found):
+    ends = intervals(band, np.arange(start, start + n), m)
+    if ends is None or any((np.diff(x) < 0).any() for x in ends):
         return None
-    return np.clip(found[0], 0, m), np.clip(found[1] + 1, 0, m)
+    return np.clip(ends[0], 0, m), np.clip(ends[1] + 1, 0, m)
 
 
 # Tables
 
 
-def _cut(rows: int, document: Ints, low: Ints, high: Ints) -> "tuple[HopperSchedule, bool]":
+def _schedule(rows: int, document: Ints, low: Ints, high: Ints) -> "tuple[HopperSchedule, bool]":
     """As Packed.schedule. A tile has members of a document from its beginning on, or short ones as far as they fit;
     it has none without partners. The blocks of a tile that need no mask come first."""
     from .schedule import BEGINS, TESTED, WIDTH, HopperSchedule, ranks
@@ -133,8 +133,8 @@ def _cut(rows: int, document: Ints, low: Ints, high: Ints) -> "tuple[HopperSched
     partners = np.full((2, total + MEMBERS), max(length, int(high[-1, -1])), dtype=np.int32)
     partners[0, :total], partners[1, :total] = low.ravel(), high.ravel()
     (begin, earliest), (latest, end) = partners[:, first], partners[:, last]
-    covers, *given = bool((end > begin).all()), first, last, begin, end, earliest, latest
-    first, last, begin, end, earliest, latest = given if covers else (x[end > begin] for x in given)
+    covers, *numbers = bool((end > begin).all()), first, last, begin, end, earliest, latest
+    first, last, begin, end, earliest, latest = numbers if covers else (x[end > begin] for x in numbers)
     blocks, before = (end - begin + MEMBERS - 1) // MEMBERS, (latest - begin + MEMBERS - 1) // MEMBERS
     plain = np.maximum((earliest - begin) // MEMBERS - before, 0)  # after `before` masked ones
     row, before_tile = first // length, np.cumsum(blocks) - blocks
@@ -152,10 +152,10 @@ def _cut(rows: int, document: Ints, low: Ints, high: Ints) -> "tuple[HopperSched
     table[:, 9] += TESTED * masked + BEGINS * (nth == 0)
     key, until, member = table[masked][:, [0, 8, 15]].T[:, :, None]
     # From each member on, the ends of MEMBERS of them.
-    each = np.ndarray((2, total + 1, MEMBERS), np.int32, partners, 0, (*partners.strides, 4))
-    columns = np.minimum(np.maximum(each[:, member[:, 0]] - key, 0), until).astype(np.uint8)
-    distinct, numbers = distinct_rows(np.concatenate(columns, axis=1).view(np.int64))
-    table[masked, 8] += 256 * (1 + numbers.astype(np.int32))
+    following = np.ndarray((2, total + 1, MEMBERS), np.int32, partners, 0, (*partners.strides, 4))
+    columns = np.minimum(np.maximum(following[:, member[:, 0]] - key, 0), until).astype(np.uint8)
+    distinct, nth_mask = distinct_rows(np.concatenate(columns, axis=1).view(np.int64))
+    table[masked, 8] += 256 * (1 + nth_mask.astype(np.int32))
     no_pair = np.zeros((1, 2 * MEMBERS), dtype=np.uint8)  # the first mask
     bits = interval_mask_words(np.concatenate([no_pair, distinct.view(np.uint8)]))
     masks = Masks(torch.from_numpy(bits), pairs=int(((last - first + 1) * (end - begin)).sum()))
@@ -165,40 +165,40 @@ def _cut(rows: int, document: Ints, low: Ints, high: Ints) -> "tuple[HopperSched
 
 def _begins(rows: NDArray[np.integer]) -> NDArray[np.bool_]:
     """Whether a number differs from the one before it in its row."""
-    found = np.ones(rows.shape, dtype=bool)
-    np.not_equal(rows[:, 1:], rows[:, :-1], out=found[:, 1:])
-    return found
+    differs = np.ones(rows.shape, dtype=bool)
+    np.not_equal(rows[:, 1:], rows[:, :-1], out=differs[:, 1:])
+    return differs
 
 
 # Which calls
 
 # By the tensor of ids and how often it was written, with the tensor, so that its id stays its own; and by contents.
-_by_tensor, _by_contents = Cache(MAX_CACHED), Cache(MAX_CACHED)
+_by_tensor, _by_contents = Cache(MAX_CACHED_IDS), Cache(MAX_CACHED_IDS)
 
 
 def read(f: CallFacts) -> Packed | str:
     """The pattern of a call, after reading its ids, or why the kernels cannot run it."""
     factors = conjuncts(f.pattern)
     words = [x for x in factors if isinstance(x, documents)]
-    rest = [x for x in factors if not isinstance(x, documents)]
-    if len(words) != 1 or any(x.has_data for x in rest):
+    others = [x for x in factors if not isinstance(x, documents)]
+    if len(words) != 1 or any(x.has_data for x in others):
         return f"{f.pattern!r} carries data, which no progression describes"
-    band: Pattern = reduce(and_, rest) if rest else full()
+    band: Pattern = reduce(and_, others) if others else full()
     ids = words[0].ids
     if reason := _unsupported(f, ids):
         return reason
     if _bounds(band, f.n, f.m, f.offset[0]) is None:
         return f"{f.pattern!r}: beside documents, kernels take a band of i − j (causal, a window, or both)"
     version = compat.version(ids)
-    if version is not None and (found := _by_tensor.get((id(ids), version, band))):
-        return found[0]
+    if version is not None and (cached := _by_tensor.get((id(ids), version, band))):
+        return cached[0]
     if ids.is_cuda and compat.stream_is_capturing():
         return "the ids of documents cannot be read while a CUDA graph is captured; call it once before"
     data = ids.detach().cpu().numpy()
     contents = data.tobytes(), data.dtype.str, data.shape, band, ids.device
-    if (made := _by_contents.get(contents)) is None:
-        made = _by_contents.put(contents, _packed(ids, band, data))
-    return made if version is None else _by_tensor.put((id(ids), version, band), (made, ids))[0]
+    if (packed := _by_contents.get(contents)) is None:
+        packed = _by_contents.put(contents, _packed(ids, band, data))
+    return packed if version is None else _by_tensor.put((id(ids), version, band), (packed, ids))[0]
 
 
 def _packed(ids: Tensor, band: Pattern, data: NDArray[np.integer]) -> Packed | str:

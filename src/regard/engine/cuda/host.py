@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,70 +23,68 @@ from .prepared import PREPARED, current_device, raw_stream
 
 
 def _launches_of(task: Task) -> Cache:
-    return task.pattern.kept if isinstance(task.pattern, Packed) else PREPARED
+    return task.pattern.cache if isinstance(task.pattern, Packed) else PREPARED
 
 
-def _once_per_layout(make: Callable[[CallLayout], Any]) -> Callable[[CallLayout], Any]:
-    def find(call: CallLayout) -> Any:
-        cache, key = _launches_of(call.task), (make, *call)
+def _cached_by_layout(prepare: Callable[[CallLayout], Any]) -> Callable[[CallLayout], Any]:
+    def lookup(call: CallLayout) -> Any:
+        cache, key = _launches_of(call.task), (prepare, *call)
         if cache is not PREPARED:  # it belongs to ids: no key refers to their pattern, which refers to it
-            key = make, *tuple(vars(call.task).values())[1:], *call[1:]
-        found = cache.get(key)
-        return cache.put(key, make(call)) if found is None else found
+            key = prepare, *tuple(vars(call.task).values())[1:], *call[1:]
+        cached = cache.get(key)
+        return cache.put(key, prepare(call)) if cached is None else cached
 
-    return find
+    return lookup
 
 
-@_once_per_layout
+@_cached_by_layout
 def prepared_forward(call: CallLayout) -> Callable[..., tuple[Tensor, Tensor]]:
     """(q, k, v, extras, spare_lse) → (o, lse)."""
     passes, program = launches.forward(call)
     b, h, _, n, _, _, d_v = call.sizes
-    shape, dtype, device = (b, h, n, d_v), call.dtype, call.device
-    like, run, plain = torch.empty_like, program.run, not call.optional_inputs
-    covers, strides, o_is_like_q = passes.covers, call.output.stride, call.tensors[0] == call.output
-    rows = torch.empty(shape[:3], device=device)
-    rows.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
+    shape, device, strides = (b, h, n, d_v), call.device, call.output.stride
+    empty_output = partial(torch.empty_strided, shape, strides, dtype=call.dtype, device=device)
+    empty_like, run, plain = torch.empty_like, program.run, not call.optional_inputs
+    covers, o_is_like_q = passes.covers, call.tensors[0] == call.output
+    lse_like = torch.empty(shape[:3], device=device)
+    lse_like.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
     # A kernel that continues from an earlier pass reads lse, so the spare tensor cannot be used.
-    accumulates, joined = passes.joins, not call.has_sink or launches.joins_sink(call, passes)
+    reads_lse, joined = passes.accumulate, not call.has_sink or launches.joins_sink(call, passes)
 
     def forward(q, k, v, extras, spare_lse=None):
         if covers:
-            o = like(q) if o_is_like_q else torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            lse = like(rows) if spare_lse is None or accumulates else spare_lse
+            o = empty_like(q) if o_is_like_q else empty_output()
+            lse = empty_like(lse_like) if spare_lse is None or reads_lse else spare_lse
         else:
-            o = torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+            o = empty_output().zero_()
             lse = torch.full(shape[:3], -torch.inf, device=device)
-        given = () if plain else _present(*extras[:3], extras.at, extras.sink)
-        run((q, k, v, o, lse, *given), extras.seed)
+        inputs = () if plain else _present(*extras[:3], extras.at, extras.sink)
+        run((q, k, v, o, lse, *inputs), extras.seed)
         return (o, lse) if joined else join_sink(o, lse, extras.sink)
 
     return forward
 
 
-@_once_per_layout
+@_cached_by_layout
 def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ...]]:
     """((q, k, v, o, do, lse), dlse, extras) → the gradients of q, k and v; if the call has other inputs, also those
     of table, slopes and sink, None for what needs none."""
     outputs, program = launches.backward(call)
-    run = program.run
-    if not call.bias_gradient and not call.optional_inputs:
+    run, plain = program.run, not call.bias_gradient and not call.optional_inputs
+    learned = call if call.bias_gradient else None  # no reference to ids, whose cache refers to this function
 
-        def backward(tensors, dlse, extras):
-            grads = outputs(tensors)
-            run((*tensors, *grads), extras.seed)
-            return grads
-
-    else:
-
-        def backward(tensors, dlse, extras):
-            dq, dk, dv, *sums = results = outputs(tensors)
-            run((*tensors, *_present(dlse, *extras[:3], extras.sink), *results), extras.seed)
-            of_bias: tuple[Tensor | None, ...] = (None, None)
-            if call.bias_gradient:
-                of_bias, sums = launches.bias_gradients(call, sums), []
-            dsink = None if extras.sink is None else sink_gradient(extras.sink, tensors[3:], dlse, *sums)
-            return dq, dk, dv, *of_bias, dsink
+    def backward(tensors, dlse, extras):
+        results = outputs(tensors)
+        inputs = () if plain else _present(dlse, *extras[:3], extras.sink)
+        run((*tensors, *inputs, *results), extras.seed)
+        if plain:
+            return results
+        dq, dk, dv, *sums = results
+        of_bias: tuple[Tensor | None, ...] = (None, None)
+        if learned is not None:
+            of_bias, sums = launches.bias_gradients(learned, sums), []
+        dsink = None if extras.sink is None else sink_gradient(extras.sink, tensors[3:], dlse, *sums)
+        return dq, dk, dv, *of_bias, dsink
 
     return backward
 
@@ -182,11 +181,11 @@ def _like_parameter(gradient: Tensor | None, parameter: Tensor | None) -> Tensor
 
 def aligned_rows(x: Tensor, min_width: int = 1) -> Tensor:
     """x, or a copy of it, with contiguous rows that begin and end at multiples of 16 bytes."""
-    whole = 16 // x.element_size()
-    if short := max(-x.shape[-1] % whole, min_width - x.shape[-1]):
-        return F.pad(x, (0, short))
+    unit = 16 // x.element_size()
+    if padding := max(-x.shape[-1] % unit, min_width - x.shape[-1]):
+        return F.pad(x, (0, padding))
     a, b, c, last = x.stride()
-    aligned = min(a, b, c) >= 0 and not (a % whole or b % whole or c % whole or x.storage_offset() % whole)
+    aligned = min(a, b, c) >= 0 and not (a % unit or b % unit or c % unit or x.storage_offset() % unit)
     return x if last == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -222,7 +221,7 @@ class PreparedAttention:
         """repeats: launches are cached by the strides of the tensors. If not, `attend` runs one call of any kind."""
         self.task, self.learns, self.token = task, learns, object() if repeats else None
         self.launches = _launches_of(task)
-        self.find = self.launches.get
+        self.lookup = self.launches.get
         # Receives the lse of calls without gradients, which is never read. It is used only on the stream it was
         # created on, and not in a CUDA graph: a kernel could still write to it after its memory was reused.
         self.spare: Tensor | None = None
@@ -244,7 +243,7 @@ class PreparedAttention:
         if extras is not PLAIN:
             extras = on_device(extras, q.device)
             key = *key, *kinds_of_rows(extras)
-        run, token = self.find(key, _UNKNOWN)
+        run, token = self.lookup(key, _UNKNOWN)
         aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         if run is not None and aligned and _on_current_device(q):
             spare = self.spare
@@ -270,7 +269,7 @@ class PreparedAttention:
             (q, k, v, o, lse), (do, dlse) = saved, grads
             extras = extras if extras is PLAIN else on_device(extras, q.device)
             key = token, do.stride(), extras.sink is None
-            run = self.find(key)
+            run = self.lookup(key)
             if run is not None and not do.data_ptr() & 15 and _on_current_device(do):
                 return run((q, k, v, o, do, lse), dlse, extras)
             if _readable(q, k, v, o, do):

@@ -48,10 +48,10 @@ def _condition(r: Relation) -> str:
         (r.far < FAR, f"i - j <= {r.far}"),
         (r.near > -FAR, f"j - i <= {-r.near}" if r.near else "j <= i"),
     )
-    holds = [text for is_tested, text in conditions if is_tested]
-    if len(holds) <= 1:
-        return f"({holds[0] if holds else 'j == j'})"
-    return f"({' & '.join(f'({one})' for one in holds)})"
+    tested = [text for is_tested, text in conditions if is_tested]
+    if len(tested) <= 1:
+        return f"({tested[0] if tested else 'j == j'})"
+    return f"({' & '.join(f'({one})' for one in tested)})"
 
 
 @lru_cache(maxsize=1024)
@@ -74,16 +74,16 @@ def _triton_function(word: str, arguments: str, body: str) -> Any:
     return function(word, arguments, body, triton.jit, {"tl": tl})  # the interpreter needs tl
 
 
-def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, Any]) -> Any:
+def function(prefix: str, arguments: str, body: str, jit: Any, namespace: dict[str, Any]) -> Any:
     """A function for the compiler `jit`; its name has a hash of its body, so that caches distinguish functions."""
-    name = f"{word}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
+    name = f"{prefix}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     source = f"def {name}({arguments}):\n    return {body}\n"
     path = f"<regard {name}>"
     lines = source.splitlines(keepends=True)
     linecache.cache[path] = (len(source), None, lines, path)  # compilers read the source
-    space = {"__name__": __name__, **space}
-    exec(compile(source, path, "exec"), space)
-    return jit(space[name])
+    namespace = {"__name__": __name__, **namespace}
+    exec(compile(source, path, "exec"), namespace)
+    return jit(namespace[name])
 
 
 def narrowed(pattern: Pattern) -> Pattern:
@@ -102,16 +102,16 @@ def narrowed(pattern: Pattern) -> Pattern:
     near, far = inner.near, inner.far
     others = []
     for x in terms:
-        less = x.inner.relation if isinstance(x, Not) and isinstance(x.inner, Word) else Relation()
-        first, last = less.near, less.far
-        if less.divisor > 1 and less == Relation(divisor=less.divisor) and near > -FAR:
-            first = last = -(-near // less.divisor) * less.divisor  # the only one, if the next is too far
-            less = Relation(near=first, far=last) if first + less.divisor > far else less
-        if _is_band(less) and first <= near <= last:
+        minus = x.inner.relation if isinstance(x, Not) and isinstance(x.inner, Word) else Relation()
+        first, last = minus.near, minus.far
+        if minus.divisor > 1 and minus == Relation(divisor=minus.divisor) and near > -FAR:
+            first = last = -(-near // minus.divisor) * minus.divisor  # the only one, if the next is too far
+            minus = Relation(near=first, far=last) if first + minus.divisor > far else minus
+        if _is_band(minus) and first <= near <= last:
             near = last + 1
-        elif _is_band(less) and first <= far <= last:
+        elif _is_band(minus) and first <= far <= last:
             far = first - 1
-        elif not (x in bounds or (_is_band(less) and (last < near or far < first))):
+        elif not (x in bounds or (_is_band(minus) and (last < near or far < first))):
             others.append(x)
     if (near, far) == (inner.near, inner.far) or near > far:
         return pattern
@@ -128,27 +128,27 @@ def without_certain_words(pattern: Pattern, i: Run, j: Run) -> Pattern:
     def leaf(word: Pattern) -> Pattern:
         if not isinstance(word, Word):
             return word
-        conditions, left = list(word.relation.conditions()), []
+        conditions, remaining = list(word.relation.conditions()), []
         for condition in conditions:
-            known = of_relation(condition, i, j)
-            if known.none.all():
+            outcome = of_relation(condition, i, j)
+            if outcome.none.all():
                 return ~full()
-            if not known.all.all():
-                left.append(condition)
-        if len(left) == len(conditions):
+            if not outcome.all.all():
+                remaining.append(condition)
+        if len(remaining) == len(conditions):
             return word
-        return Related(reduce(and_, left)) if left else full()
+        return Related(reduce(and_, remaining)) if remaining else full()
 
-    return pattern.fold(leaf, partial(_joined, how=Both), partial(_joined, how=Either), Not)
+    return pattern.fold(leaf, partial(_combined, operation=Both), partial(_combined, operation=Either), Not)
 
 
-def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
-    neutral, strong = (full(), ~full()) if how is Both else (~full(), full())
-    if strong in (left, right):
-        return strong
+def _combined(left: Pattern, right: Pattern, operation: type) -> Pattern:
+    neutral, absorbing = (full(), ~full()) if operation is Both else (~full(), full())
+    if absorbing in (left, right):
+        return absorbing
     if left == neutral:
         return right
-    return left if right == neutral else how(left, right)
+    return left if right == neutral else operation(left, right)
 
 
 # Masks, for the Hopper kernels: one bit per pair, which is 1 if the pair is allowed. Bits cost less than conditions,
@@ -179,10 +179,10 @@ def _random_factors() -> Ints:
 def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
     """The distinct rows, and which of them each row is, by a number for each row: sorting rows takes far longer."""
     number = np.einsum("rc,c->r", rows, _random_factors()[: rows.shape[1]])  # modulo 2⁶⁴
-    _, first, which = np.unique(number, return_index=True, return_inverse=True)
-    if (rows != rows[first][which]).any():  # different rows have one number
-        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return rows[first], which.ravel()
+    _, first, nth_distinct = np.unique(number, return_index=True, return_inverse=True)
+    if (rows != rows[first][nth_distinct]).any():  # different rows have one number
+        _, first, nth_distinct = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return rows[first], nth_distinct.ravel()
 
 
 def mask_words(allowed: Tensor) -> Tensor:

@@ -14,7 +14,16 @@ from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..tile_lists import in_boxes, with_masks
 from ..triton.forward import merge_kernel
-from ..work_split import CACHE, WorkSplit, by_length, chain, flatten_heads, heads_at_a_time, mix, split_work
+from ..work_split import (
+    CACHE,
+    WorkSplit,
+    by_length,
+    chain_passes,
+    flatten_heads,
+    heads_at_a_time,
+    interleave,
+    split_work,
+)
 from .backward import hopper_dkv, hopper_dq
 from .forward import hopper_forward
 from .static import hopper_static, keep
@@ -46,11 +55,11 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
 def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
     """The passes of the plan, those of a grid in boxes if that is less work; long tiles are passes of their own, but
     not boxes, as what adds up the parts of a tile expects that its rows have one step."""
-    (b, h), where = call.tensors[1 if by_keys else 0].shape[:2], (call.place, by_keys, call.device)
+    (b, h), place = call.tensors[1 if by_keys else 0].shape[:2], (call.place, by_keys, call.device)
     at_a_time = programs_at_a_time(config, call.device)
     if isinstance(call.task.pattern, Packed):
-        return call.task.pattern.passes(*where, b * h, at_a_time)
-    return in_boxes(*where) or by_length(with_masks(*where), max(at_a_time // (b * h), 1))
+        return call.task.pattern.passes(*place, b * h, at_a_time)
+    return in_boxes(*place) or by_length(with_masks(*place), max(at_a_time // (b * h), 1))
 
 
 def launched_passes(
@@ -58,14 +67,14 @@ def launched_passes(
 ) -> tuple[DevicePasses, list[tuple[DevicePass, tuple[Layout, ...]]], int]:
     """The passes as planned; what is launched, with flattened heads if possible, and the layouts of its tensors; and
     the number of counters that tiles wait for, if all passes are one launch, otherwise 0."""
-    route = hopper_passes(call, config, by_keys)
+    passes = hopper_passes(call, config, by_keys)
     if call.lengths:  # which a program reads for its batch row: heads stay apart
-        return route, [(step, call.tensors) for step in route.steps], 0
-    chained = chain(route, call.tensors, programs_at_a_time(config, call.device)) if chains else None
+        return passes, [(step, call.tensors) for step in passes.steps], 0
+    chained = chain_passes(passes, call.tensors, programs_at_a_time(config, call.device)) if chains else None
     if chained is not None:
-        return route, [chained[:2]], chained[2]
-    apart = 1 if by_keys else call.task.step
-    return route, [flatten_heads(step, apart, call.tensors) for step in route.steps], 0
+        return passes, [chained[:2]], chained[2]
+    distance = 1 if by_keys else call.task.step
+    return passes, [flatten_heads(step, distance, call.tensors) for step in passes.steps], 0
 
 
 def _launch(
@@ -87,38 +96,39 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     config = config_of(call, "hopper_forward")
     at_a_time = programs_at_a_time(config, call.device)
     # In one launch, passes read q, k, v and o from the cache. Heads of 64 are 16 to 34 % slower by that.
-    worth = shape[3] > 64 and 4 * 2 * math.prod(shape) > CACHE
-    route, launched, counters = launched_passes(call, config, False, worth)
-    mixed = None if call.lengths else mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
-    if mixed is not None:
-        launched = [mixed[1:3]]
+    chains = shape[3] > 64 and 4 * 2 * math.prod(shape) > CACHE
+    passes, launched, counters = launched_passes(call, config, False, chains)
+    merged = None if call.lengths else interleave(passes, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
+    if merged is not None:
+        launched = [merged[1:3]]
     launches: Launches = []
-    apart, place = route.apart and mixed is None, (task.start, task.step)
+    overlap, query_offset = passes.overlap and merged is None, (task.start, task.step)
     for nth, (step, (q, k, v)) in enumerate(launched):
-        (b, h, n, d), late = q.shape, apart and nth > 0
+        (b, h, n, d), waits = q.shape, overlap and nth > 0
         out = call.output if q.shape == shape else contiguous(b, h, n, d)
         # Every second pass runs backwards: it begins with rows that are still in the cache.
-        if mixed is None:
+        if merged is None:
             few = b * h * len(step.work.sizes) <= FEW_TILES * at_a_time
             share = 0.0 if counters or few else DYNAMIC_SHARE
-            together = heads_at_a_time(step.work, b * h, k, at_a_time)
-            cut = split_work(step.work, together, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
+            in_flight = heads_at_a_time(step.work, b * h, k, at_a_time)
+            cut = split_work(step.work, in_flight, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
         else:
-            together, cut = b * h, mixed[3]
-        lets = apart or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :])
+            in_flight, cut = b * h, merged[3]
+        early_next = overlap or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :])
         launch = _launch(
-            hopper_forward, config, call, step, cut, (q, k, v, out), (h, b * h, together),
-            h // k.shape[1], n, *place, *task.factors, shape[2], shape[1], early=late or step.accumulates,
-            LATE=late, LETS=lets, SINKS=joins_sink(call, route),
+            hopper_forward, config, call, step, cut, (q, k, v, out), (h, b * h, in_flight),
+            h // k.shape[1], n, *query_offset, *task.factors, shape[2], shape[1], early=waits or step.accumulates,
+            LATE=waits, LETS=early_next, SINKS=joins_sink(call, passes),
         )  # fmt: skip
         buffers = ("counters" if counters else PARTS[0], PARTS[1])
         names = "q", "k", "v", "o", "lse", *buffers, "lengths", "sink", *cut.tables
-        split = step if mixed is None else mixed[0]
-        launches += [(launch, names), merge_parts(call.output, cut.joins, config, place, split, early=True)]
+        source = step if merged is None else merged[0]
+        merge = merge_parts(call.output, cut.joins, config, query_offset, source, early=True)
+        launches += [(launch, names), merge]
         parts = max(parts, cut.slots * config.tile)
-    if apart:  # merged in the end: the passes overlap
+    if overlap:  # merged in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is merge_kernel)
-    return route, launches, {**parts_workspace(math.prod(shape[:2]) * parts, shape[3]), "counters": counters}
+    return passes, launches, {**parts_workspace(math.prod(shape[:2]) * parts, shape[3]), "counters": counters}
 
 
 def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
@@ -126,27 +136,27 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
 
     Returns the passes, their launches, and the workspace for the parts of split tiles and for counters.
     """
-    task, parts, place = call.task, 0, (call.task.start, call.task.step)
+    task, parts, query_offset = call.task, 0, (call.task.start, call.task.step)
     config = config_of(call, "hopper_dq")
-    route, launched, counters = launched_passes(call, config, False)
+    passes, launched, counters = launched_passes(call, config, False)
     launches: Launches = []
     at_a_time = programs_at_a_time(config, call.device)
     for nth, (step, tensors) in enumerate(launched):
         (b, h, n, d), k = tensors[0].shape, tensors[1]
-        together = heads_at_a_time(step.work, b * h, k, at_a_time)
-        cut = split_work(step.work, together, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
+        in_flight = heads_at_a_time(step.work, b * h, k, at_a_time)
+        cut = split_work(step.work, in_flight, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
         launch = _launch(
-            hopper_dq, config, call, step, cut, (*tensors, contiguous(b, h, n, d)), (h, b * h, together),
-            h // k.shape[1], n, *place, task.scale, *task.factors,
-            HAS_DLSE=call.has_dlse, LATE=route.apart and nth > 0,
+            hopper_dq, config, call, step, cut, (*tensors, contiguous(b, h, n, d)), (h, b * h, in_flight),
+            h // k.shape[1], n, *query_offset, task.scale, *task.factors,
+            HAS_DLSE=call.has_dlse, LATE=passes.overlap and nth > 0,
         )  # fmt: skip
         results = "lse2", "delta", "dq", "counters" if counters else "part"
         names = "q", "k", "v", "o", "do", "lse", "dlse", *results, "lengths", *cut.tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
-        total = sum_parts(out, (0, width), step, cut.joins, config, place)
+        total = sum_parts(out, (0, width), step, cut.joins, config, query_offset)
         launches += [(launch, names), (total, ("dq", "part", cut.joins))]
         parts = max(parts, cut.slots * b * h * config.tile * width)
-    return route, launches, {"part": parts, "counters": counters}
+    return passes, launches, {"part": parts, "counters": counters}
 
 
 def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
@@ -158,8 +168,8 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     (rows, h_kv, m, d), task = call.tensors[1].shape, call.task
     group, config = call.tensors[0].shape[1] // h_kv, config_of(call, "hopper_dkv")
     at_a_time = programs_at_a_time(config, call.device)
-    route, launched, counters = launched_passes(call, config, True)
-    if not route.joins:
+    passes, launched, counters = launched_passes(call, config, True)
+    if not passes.accumulate:
         launched.sort(key=lambda x: not x[0].work.split)
     added = [False, *(_adds(x, y) for (x, _), (y, _) in pairwise(launched)), False]
     both = contiguous(2 * rows, h_kv, m, d)  # dk and dv as heads of twice the batch
@@ -174,10 +184,10 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time
         share = 0.0 if step.work.split or counters or short else DYNAMIC_SHARE
         backwards = step.accumulates and nth % 2 == 1
-        together = heads_at_a_time(step.work, b * heads, q, at_a_time)
-        cut = split_work(step.work, together, at_a_time, group, 2, share, backwards)
+        in_flight = heads_at_a_time(step.work, b * heads, q, at_a_time)
+        cut = split_work(step.work, in_flight, at_a_time, group, 2, share, backwards)
         launch = _launch(
-            hopper_dkv, config, call, step, cut, (q, k, v, do, contiguous(*k.shape)), (heads, b * heads, together),
+            hopper_dkv, config, call, step, cut, (q, k, v, do, contiguous(*k.shape)), (heads, b * heads, in_flight),
             q.shape[2], len(joins) if adds else 0, rows * h_kv, m, task.scale, *task.factors,
             WAITS=nth == 0 or step.accumulates, GROUP=group, ADDS=adds, adds=keep(before.keep) if adds else None,
         )  # fmt: skip
@@ -192,7 +202,7 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
             total = sum_parts(both, (0, padded(d)), step, cut.joins, config, (0, 1))
             launches.append((total, ("dk", part, cut.joins)))
         before, joins = step, cut.joins
-    return route, launches, workspace
+    return passes, launches, workspace
 
 
 def _adds(before: DevicePass, step: DevicePass) -> bool:
