@@ -21,7 +21,7 @@ from regard.engine.cuda.hopper.launches import hopper_passes
 from regard.engine.cuda.prepared import Launch
 from regard.engine.cuda.schedule import TESTED, device_passes
 from regard.engine.cuda.tile_lists import in_boxes, with_masks
-from regard.engine.cuda.work_split import by_length, chain_passes, split_work
+from regard.engine.cuda.work_split import by_size, chain_passes, split_work
 from regard.pattern import (
     Pattern,
     blocks,
@@ -179,7 +179,8 @@ BOXES = Case(neighborhood((40, 40), 31), 1600)  # of up to 23 blocks: tiles of m
 ODD_BOXES = Case(neighborhood((13, 37), 5), 481, h=4, h_kv=2)  # which no box divides
 NAMED = {
     "heads of 256, split tiles": (
-        WIDE, ["forward SPLIT", "forward LATE", "merge"], ["dq SPLIT", "dq LATE", "dkv SPLIT", "dkv ADDS", "sum"]
+        WIDE, ["forward SPLIT", "forward WAITS_AT_END", "merge"],
+        ["dq SPLIT", "dq WAITS_AT_END", "dkv SPLIT", "dkv ADDS", "sum"],
     ),
     "split tiles that continue": (
         CONTINUED, ["forward", "forward SPLIT ACCUMULATES", "merge ACCUMULATES"],
@@ -189,7 +190,7 @@ NAMED = {
         KEYS_CONTINUED, ["forward"],
         ["dq", "dkv", "dkv ACCUMULATES", "dkv SPLIT ACCUMULATES", "sum ACCUMULATES"],
     ),
-    "passes of different rows": (APART, ["forward", "forward LATE"], ["dq", "dq LATE", "dkv"]),
+    "passes of different rows": (APART, ["forward", "forward WAITS_AT_END"], ["dq", "dq WAITS_AT_END", "dkv"]),
     "parts that the next launch adds up": (ADDED, ["forward"], ["dq", "dkv SPLIT", "dkv ADDS"]),
     "every second position": (EVERY_SECOND, ["forward"], ["dq", "dkv SPLIT", "dkv ADDS"]),
     "grouped heads": (GROUPED, ["forward"], ["dq", "dkv", "dkv"]),
@@ -204,7 +205,7 @@ NAMED = {
         ["dq ACCUMULATES CHAINED", "dkv ACCUMULATES CHAINED"],
     ),
     "global rows and others in one launch": (
-        MIXED, ["forward SPLIT", "merge"], ["dq SPLIT", "dq LATE", "dkv", "sum"]
+        MIXED, ["forward SPLIT", "merge"], ["dq SPLIT", "dq WAITS_AT_END", "dkv", "sum"]
     ),
     "boxes": (BOXES, ["forward BOXES"], ["dq BOXES", "dkv BOXES"]),
     "boxes that share members": (ODD_BOXES, ["forward BOXES"], ["dq BOXES", "dkv BOXES"]),
@@ -306,9 +307,9 @@ def changed_split(change):
     return [(hopper, "split_work", split)]
 
 
-def boxes_by_length(call, config, by_keys):
+def boxes_by_size(call, config, by_keys):
     route = in_boxes(call.place, by_keys, call.device)
-    return by_length(route, hopper.programs_at_a_time(config, call.device))
+    return by_size(route, hopper.programs_at_a_time(config, call.device))
 
 
 def adds_to_any(before, step):
@@ -363,7 +364,7 @@ def launch_without_cooperation(*arguments, **given):
 
 FAULTS = {
     "boxes are split": (
-        BOXES, [(hopper, "hopper_passes", boxes_by_length)],
+        BOXES, [(hopper, "hopper_passes", boxes_by_size)],
         "merge_kernel writes a row of o twice",
     ),
     "a query belongs to two boxes": (
@@ -410,11 +411,11 @@ FAULTS = {
         "merge_kernel may end before the launch before it",
     ),
     "a late pass ends early": (
-        APART, changed("hopper_forward", LATE=False),
+        APART, changed("hopper_forward", WAITS_AT_END=False),
         "hopper_forward may end before the launch before it",
     ),
     "dq does not wait for its inputs": (
-        CONTINUED, changed("hopper_dq", LATE=True),
+        CONTINUED, changed("hopper_dq", WAITS_AT_END=True),
         "hopper_dq may start too early to read its inputs",
     ),
     "lse2 is taken for computed": (

@@ -466,9 +466,9 @@ def test_passes_are_chained_only_if_their_tiles_are_short_and_their_rows_fit_int
 def forward_route(pattern, n, heads):
     """The passes of the Hopper forward kernel, and the layouts of contiguous q, k and v."""
     from regard.engine.cuda.call import contiguous
-    from regard.engine.cuda.work_split import by_length
+    from regard.engine.cuda.work_split import by_size
 
-    return by_length(masked(pattern, n), 12), (contiguous(1, heads, n, 128),) * 3
+    return by_size(masked(pattern, n), 12), (contiguous(1, heads, n, 128),) * 3
 
 
 LONGFORMER = window(64) | rows(64) | every(64)
@@ -636,7 +636,7 @@ def test_only_tiles_longer_than_a_programs_share_are_split_and_each_tile_is_in_o
     pattern, by_keys, programs
 ):
     from regard.engine.cuda.schedule import MIN_SPLIT, DevicePasses
-    from regard.engine.cuda.work_split import MIN_EXCESS, by_length
+    from regard.engine.cuda.work_split import MIN_EXCESS, by_size
 
     def sizes(works):
         return sorted(
@@ -646,7 +646,7 @@ def test_only_tiles_longer_than_a_programs_share_are_split_and_each_tile_is_in_o
         )
 
     before = steps(pattern, 1000, by_keys)
-    after = by_length(DevicePasses(before, True), programs).steps
+    after = by_size(DevicePasses(before, True), programs).steps
     assert sizes([x.work for x in before]) == sizes([x.work for x in after])
     assert sum(len(x.work.blocks) for x in after) == sum(len(x.work.blocks) for x in before)
     assert [x.work.blocks.unique(dim=0).shape for x in after] == [x.work.blocks.shape for x in after]
@@ -664,22 +664,22 @@ def test_only_tiles_longer_than_a_programs_share_are_split_and_each_tile_is_in_o
 
 def test_tiles_of_equal_length_are_not_split_however_long_they_are():
     from regard.engine.cuda.schedule import DevicePasses
-    from regard.engine.cuda.work_split import by_length
+    from regard.engine.cuda.work_split import by_size
 
     (step,) = steps(window(512), 2048, False)
     assert step.work.split and step.work.sizes[1:].min() > 30  # the general kernels split them
-    (whole,) = by_length(DevicePasses((step,), True), 16).steps
+    (whole,) = by_size(DevicePasses((step,), True), 16).steps
     assert not whole.work.split and whole.work.blocks is step.work.blocks
-    (apart,) = by_length(DevicePasses((step,), True), 1000).steps  # more programs than tiles
+    (apart,) = by_size(DevicePasses((step,), True), 1000).steps  # more programs than tiles
     assert apart.work.split
 
 
 def test_one_long_tile_does_not_cut_the_others():
     from regard.engine.cuda.schedule import DevicePasses
-    from regard.engine.cuda.work_split import by_length, split_work
+    from regard.engine.cuda.work_split import by_size, split_work
 
     (step,) = steps(sinks(16) | window(40), 1000, True)
-    long, rest = by_length(DevicePasses((step,), True), 8).steps
+    long, rest = by_size(DevicePasses((step,), True), 8).steps
     assert len(long.work.sizes) == 1 and long.work.split and not rest.work.split
     assert split_work(long.work, 2, 16).slots > 1
     cut = split_work(rest.work, 2, 16)

@@ -1,6 +1,6 @@
 """From tensors to launches: forward, backward, and repeated calls with the same shapes and strides."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -89,9 +89,7 @@ def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ..
     return backward
 
 
-def sink_gradient(
-    sink: Tensor, tensors: Sequence[Tensor], dlse: Tensor | None, delta: Tensor | None = None
-) -> Tensor:
+def sink_gradient(sink: Tensor, tensors: Any, dlse: Tensor | None, delta: Tensor | None = None) -> Tensor:
     """tensors: o, do and lse, with the sink in o and lse; delta: Σ do ∘ o − dlse, if the kernels give it."""
     o, do, lse = tensors
     if delta is None:
@@ -249,8 +247,7 @@ class PreparedAttention:
             spare = self.spare
             if spare is not None and (self.stream != _stream(q) or _in_graph(q)):
                 spare = None
-            o, lse = run(q, k, v, extras, spare)
-            return o, lse, token
+            return *run(q, k, v, extras, spare), token
         token = None
         if _readable(q, k, v):
             run = prepared_forward(call_layout(self.task, (q, k, v), extras))
@@ -345,9 +342,7 @@ class _Attend(torch.autograd.Function):
 _apply = compat.apply_of(_Attend)
 
 
-def _differentiable_gradients(
-    grads: Any, qkv: Any, task: Task, *extras: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _differentiable_gradients(grads: Any, qkv: Any, task: Task, *extras: Tensor | None) -> tuple[Any, ...]:
     """Of q, k, v, table, slopes and sink, by the formula. extras: nothing, or table, slopes, lengths and sink."""
     table, slopes, lengths, sink = extras or (None,) * 4
     if table is not None or slopes is not None or task.dropout_p:

@@ -325,8 +325,7 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     counters = of_queries["counters"] or of_keys["counters_of_keys"]
     program = Program(inputs, launches, workspace, device, zeroed=allocate is torch.zeros or counters > 0)
     sums_both = any(launch.kernel is sum_kernel for launch, _ in for_keys)
-    like_inputs = allocate is torch.empty and not sums_both
-    like_inputs = like_inputs and all(x == contiguous(*x.shape) for x in call.tensors[:3])
+    like_inputs = allocate is torch.empty and all(x == contiguous(*x.shape) for x in call.tensors[:3])
 
     def in_one_tensor(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """dk and dv as halves of one tensor, so that one launch adds up the parts of both."""
@@ -335,7 +334,7 @@ def hopper_backward(call: CallLayout) -> Backward | None:
         dk_and_dv = allocate((2, *k), dtype=dtype, device=device).unbind(0)
         return allocate(q, dtype=dtype, device=device), *dk_and_dv
 
-    outputs = _like_inputs if like_inputs else in_one_tensor
+    outputs = _like_inputs if like_inputs and not sums_both else in_one_tensor
     if not gives_delta:
         return outputs, program
     return lambda x: (*outputs(x), torch.empty(q[:3], device=device)), program

@@ -57,25 +57,22 @@ def _condition(r: Relation) -> str:
 @lru_cache(maxsize=1024)
 def compiled(pattern: Pattern | None) -> Any:
     """`allowed(i, j)` as a Triton function; None: there is no condition."""
-    return None if pattern is None else _triton_function("allowed", "i, j", expression(pattern))
+    return None if pattern is None else function("allowed", "i, j", expression(pattern))
 
 
 @lru_cache(maxsize=1024)
 def runs(pattern: Pattern) -> Any:
     """The progressions of keys of one query (see one_query.run_formulas) as a Triton function of p and m."""
     body = re.sub(r"\b(maximum|minimum|where)\(", r"tl.\1(", ", ".join(run_formulas(pattern) or ()))
-    return _triton_function("runs", "p, m", f"({body},)")
+    return function("runs", "p, m", f"({body},)")
 
 
-def _triton_function(word: str, arguments: str, body: str) -> Any:
-    import triton
-    import triton.language as tl
+def function(prefix: str, arguments: str, body: str, jit: Any = None, **namespace: Any) -> Any:
+    """A function for this compiler, or for Triton's; its name has a hash of its body, by which caches know it."""
+    if jit is None:
+        import triton
 
-    return function(word, arguments, body, triton.jit, {"tl": tl})  # the interpreter needs tl
-
-
-def function(prefix: str, arguments: str, body: str, jit: Any, namespace: dict[str, Any]) -> Any:
-    """A function for the compiler `jit`; its name has a hash of its body, so that caches distinguish functions."""
+        jit, namespace = triton.jit, {"tl": triton.language}  # the interpreter needs tl
     name = f"{prefix}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     source = f"def {name}({arguments}):\n    return {body}\n"
     path = f"<regard {name}>"

@@ -56,12 +56,8 @@ class Launch:
         self.sizes = {name: constants(x) for name, x in sizes.items()}
         # Fused multiply-add. Triton 3.9 warns where this is not stated; 3.10 will not fuse by default.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
-        if early:
-            self.options["launch_pdl"] = True
-        if cooperative:
-            self.options["launch_cooperative_grid"] = True
-        if config.registers is not None:
-            self.options["maxnreg"] = config.registers
+        more = {"launch_pdl": early, "launch_cooperative_grid": cooperative, "maxnreg": config.registers}
+        self.options |= {name: value for name, value in more.items() if value}
         self.compiled: Any = None  # the kernel, after the first launch
         self.run: Any = None
         self.handles: tuple[Any, ...] = ()

@@ -48,10 +48,7 @@ class Schedule:
     segments: int  # the largest number in any block
     ragged: bool  # some block needs a mask
     slots: int
-
-    @property
-    def split(self) -> bool:
-        return self.slots > 0
+    split: bool  # some tile is split
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +61,7 @@ class HopperSchedule:
     segments: int = 1
     ragged: bool = True
     split: bool = False  # programs share tiles
-    ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
+    ordered: bool = False  # tiles of several passes, in the order in which they run (work_split.py)
     chained: bool = False  # … and wait for one another
     rows: int = 0  # of documents: how many batch rows have tiles of their own, 1 if all have the same
     row: Any = None  # … and the row of each tile; their blocks are on the host, to be put in order
@@ -119,6 +116,7 @@ def schedule(source: Pass, config: Config, sides: Sides, device: torch.device) -
         segments=max_segments,
         ragged=bool((kind == RAGGED).any()),
         slots=int(joins[:, 4].sum()),
+        split=len(joins) > 0,
     ), tiles
 
 

@@ -67,7 +67,7 @@ class WorkSplit:
         return len(self.chunks) // self.rows
 
 
-def by_length(route: DevicePasses, programs: int) -> DevicePasses:
+def by_size(route: DevicePasses, programs: int) -> DevicePasses:
     """Tiles that have more blocks than a program's share are split, and are a pass of their own: otherwise every tile
     would be cut where those are. programs: those of a head that run at the same time."""
     steps: list[DevicePass] = []
@@ -439,8 +439,11 @@ def as_one_head(layouts: tuple[Layout, ...]) -> tuple[Layout, ...] | None:
     """All heads as one long sequence, if the memory layout allows it."""
     b, h, n, d = layouts[0].shape
     flat = tuple(x._replace(shape=(1, 1, b * h * n, d)) for x in layouts)
-    contiguous_heads = all(x.shape == layouts[0].shape and _heads_are_contiguous(x) for x in layouts)
-    return flat if contiguous_heads and not exceeds_int32(*flat) else None
+    for x in layouts:
+        batch, head, row = x.strides
+        if x.shape != layouts[0].shape or (h > 1 and head != n * row) or (b > 1 and batch != h * n * row):
+            return None
+    return None if exceeds_int32(*flat) else flat
 
 
 def flatten_heads(
@@ -473,8 +476,3 @@ def repeated(work: HopperSchedule, times: int, distance: int) -> HopperSchedule:
     blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
     moved = torch.from_numpy(blocks).to(work.blocks.device)
     return replace(work, blocks=moved, sizes=np.tile(work.sizes, times))
-
-
-def _heads_are_contiguous(x: Layout) -> bool:
-    b, h, n, _ = x.shape
-    return (h == 1 or x.stride[1] == n * x.stride[2]) and (b == 1 or x.stride[0] == h * n * x.stride[2])

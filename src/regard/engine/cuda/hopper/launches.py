@@ -14,16 +14,7 @@ from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..tile_lists import in_boxes, with_masks
 from ..triton.forward import merge_kernel
-from ..work_split import (
-    CACHE,
-    WorkSplit,
-    by_length,
-    chain_passes,
-    flatten_heads,
-    heads_at_a_time,
-    interleave,
-    split_work,
-)
+from ..work_split import CACHE, by_size, chain_passes, flatten_heads, heads_at_a_time, interleave, split_work
 from .backward import hopper_dkv, hopper_dq
 from .forward import hopper_forward
 from .static import hopper_static, keep
@@ -59,7 +50,7 @@ def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePass
     at_a_time = programs_at_a_time(config, call.device)
     if isinstance(call.task.pattern, Packed):
         return call.task.pattern.passes(*place, b * h, at_a_time)
-    return in_boxes(*place) or by_length(with_masks(*place), max(at_a_time // (b * h), 1))
+    return in_boxes(*place) or by_size(with_masks(*place), max(at_a_time // (b * h), 1))
 
 
 def launched_passes(
@@ -78,12 +69,14 @@ def launched_passes(
 
 
 def _launch(
-    kernel: Any, config: Config, call: CallLayout, step: DevicePass, cut: WorkSplit,
-    layouts: tuple[Layout, ...], heads: tuple[int, int, int], *numbers: Any, early: bool = True, **constants: Any,
+    kernel: Any, config: Config, call: CallLayout, step: DevicePass, cut: Any,
+    layouts: tuple[Layout, ...], heads: tuple[int, int, int], *numbers: Any, **constants: Any,
 ) -> Launch:  # fmt: skip
-    """layouts: those whose strides the kernel takes; heads: of a batch row, of all rows, and at the same time."""
+    """cut: a WorkSplit; layouts: those whose strides the kernel takes; heads: of a batch row, of all, at a time."""
     strides, chained = (x for layout in layouts for x in layout.strides), step.work.chained
     static = hopper_static(step, config, call)._replace(SPLIT=cut.slots > 0, **constants)
+    # A forward pass that waits for no other may not start early: what makes its inputs may not have ended.
+    early = kernel is not hopper_forward or static.WAITS_AT_END or static.ACCUMULATES
     return Launch(
         kernel, cut.programs * heads[1], config, *strides, *heads, *numbers,
         early=early and not chained, cooperative=chained, S=static,
@@ -117,8 +110,8 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         early_next = overlap or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :])
         launch = _launch(
             hopper_forward, config, call, step, cut, (q, k, v, out), (h, b * h, in_flight),
-            h // k.shape[1], n, *query_offset, *task.factors, shape[2], shape[1], early=waits or step.accumulates,
-            LATE=waits, LETS=early_next, SINKS=joins_sink(call, passes),
+            h // k.shape[1], n, *query_offset, *task.factors, shape[2], shape[1],
+            WAITS_AT_END=waits, NEXT_STARTS_EARLY=early_next, SINKS=joins_sink(call, passes),
         )  # fmt: skip
         buffers = ("counters" if counters else PARTS[0], PARTS[1])
         names = "q", "k", "v", "o", "lse", *buffers, "lengths", "sink", *cut.tables
@@ -148,7 +141,7 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         launch = _launch(
             hopper_dq, config, call, step, cut, (*tensors, contiguous(b, h, n, d)), (h, b * h, in_flight),
             h // k.shape[1], n, *query_offset, task.scale, *task.factors,
-            HAS_DLSE=call.has_dlse, LATE=passes.overlap and nth > 0,
+            HAS_DLSE=call.has_dlse, WAITS_AT_END=passes.overlap and nth > 0,
         )  # fmt: skip
         results = "lse2", "delta", "dq", "counters" if counters else "part"
         names = "q", "k", "v", "o", "do", "lse", "dlse", *results, "lengths", *cut.tables
@@ -178,7 +171,6 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     # A launch without parts and counters is given a buffer that it does not read.
     part = "counters_of_keys" if counters else "delta"
     before: Any = None  # the previous pass, and which parts it left
-    joins: Any = None
     for nth, (step, (q, k, v, _, do)) in enumerate(launched):
         (b, heads, *_), adds = k.shape, added[nth]
         short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time
@@ -188,20 +180,20 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
         cut = split_work(step.work, in_flight, at_a_time, group, 2, share, backwards)
         launch = _launch(
             hopper_dkv, config, call, step, cut, (q, k, v, do, contiguous(*k.shape)), (heads, b * heads, in_flight),
-            q.shape[2], len(joins) if adds else 0, rows * h_kv, m, task.scale, *task.factors,
-            WAITS=nth == 0 or step.accumulates, GROUP=group, ADDS=adds, adds=keep(before.keep) if adds else None,
+            q.shape[2], len(before[1]) if adds else 0, rows * h_kv, m, task.scale, *task.factors,
+            WAITS=nth == 0 or step.accumulates, GROUP=group, ADDS=adds, adds=keep(before[0].keep) if adds else None,
         )  # fmt: skip
         if cut.slots:
             part = f"part{nth}"
             workspace[part] = cut.slots * 2 * rows * h_kv * config.tile * padded(d)
-        tables = replace(cut, slot=joins).tables if adds else cut.tables
+        tables = replace(cut, slot=before[1]).tables if adds else cut.tables
         launches.append(
             (launch, ("q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, "lengths", *tables))
         )
         if cut.slots and not added[nth + 1]:
             total = sum_parts(both, (0, padded(d)), step, cut.joins, config, (0, 1))
             launches.append((total, ("dk", part, cut.joins)))
-        before, joins = step, cut.joins
+        before = step, cut.joins
     return passes, launches, workspace
 
 
