@@ -63,7 +63,7 @@ def merge_parts(
     out: Layout, joins: Tensor, config: Config, query_offset: tuple[int, int], step: DevicePass | None = None,
     early: bool = False,
 ) -> tuple[Launch, Arguments]:  # fmt: skip
-    """Merges the parts of split tiles. at: start and step of the queries; step: None if there is no pass before.
+    """Merges the parts of split tiles. query_offset: start and step; step: None if there is no pass before.
 
     early: it may start before the kernel that writes the parts has ended.
     """

@@ -8,9 +8,9 @@ import torch
 
 from .... import compat
 from ....pattern import Pattern
+from .. import schedule
 from ..call import CallLayout, Config, padded
-from ..mask import expression, function
-from ..schedule import DevicePass
+from ..mask import MASK_WORDS, expression, function
 
 gluon, gl, hopper = compat.gluon()
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9, 3.6
@@ -58,7 +58,7 @@ class Static(NamedTuple):
     owned: Any = None  # … and (a, hop) → whether it belongs to the tile; None: all members do
 
 
-def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
+def hopper_static(step: schedule.DevicePass, config: Config, call: CallLayout) -> Static:
     work, width, d = step.work, call.tensors[0].shape[-1], padded(call.tensors[0].shape[-1])
     sizes = config.tile, width, d, work.segments, *_layouts(config.block, config.warps, d, call.dtype)
     texts = {"spread": work.masks.spread, "owned": work.masks.owned}
@@ -109,7 +109,7 @@ def chunk_index(chunk, b, all_heads, S: gl.constexpr):
 # The words of a block (see schedule.py). The gradients copy them to shared memory with the rows of an earlier block:
 # a load when they are needed would wait behind all the copies in flight. (A tile of few blocks waits several times.)
 
-WORDS = gl.constexpr(12)
+WORDS = gl.constexpr(schedule.WIDTH)
 RING = gl.constexpr(4)  # blocks whose words are in shared memory at the same time
 
 
@@ -175,8 +175,8 @@ def scores_of(a, b, zero, S: gl.constexpr):
 # Which pairs of a block are allowed (see tile_lists.py). A block that has to be tested has a mask: one bit for each
 # of the 32 pairs of a thread.
 
-BEGINS, TESTED = gl.constexpr(8), gl.constexpr(1)  # marks of a block, see schedule.py
-MASK = gl.constexpr(128)  # words
+BEGINS, TESTED = gl.constexpr(schedule.BEGINS), gl.constexpr(schedule.TESTED)  # marks of a block
+MASK = gl.constexpr(MASK_WORDS)
 
 
 @gluon.jit

@@ -254,8 +254,8 @@ def masked_scores(products, i, j, visible, valid, masked, near, far, bias, facto
     """Scores of pairs (i, j), −∞ where a pair is not allowed; the remaining factor that converts them to base 2; and
     their derivative with respect to the scaled products, which is not 1 under a softcap.
 
-    All of i, j, live and valid broadcast. live: within the lengths; valid: no empty column; masked: the block has
-    pairs that are not allowed; near, far: the smallest and largest j − i of the block; factors: scale and softcap.
+    All of i, j, visible and valid broadcast. visible: within the lengths; valid: no empty column; masked: the block
+    has pairs that are not allowed; near, far: the smallest and largest j − i of a block; factors: scale and softcap.
     """
     scale2, cap2 = factors
     scores, unit, slope = products, scale2, 1.0
