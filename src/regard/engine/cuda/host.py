@@ -41,8 +41,7 @@ def _cached_by_layout(prepare: Callable[[CallLayout], Any]) -> Callable[[CallLay
 def prepared_forward(call: CallLayout) -> Callable[..., tuple[Tensor, Tensor]]:
     """(q, k, v, extras, spare_lse) → (o, lse)."""
     passes, program = launches.forward(call)
-    b, h, _, n, _, _, d_v = call.sizes
-    shape, device, strides = (b, h, n, d_v), call.device, call.output.stride
+    shape, device, strides = call.output.shape, call.device, call.output.stride
     empty_output = partial(torch.empty_strided, shape, strides, dtype=call.dtype, device=device)
     empty_like, run, plain = torch.empty_like, program.run, not call.optional_inputs
     covers, o_is_like_q = passes.covers, call.tensors[0] == call.output
@@ -230,7 +229,7 @@ class PreparedAttention:
             return _apply(q, k, v, self) if self.learns else self.forward(q, k, v)[0]
         lengths, at, sink = rows
         if self.learns:
-            return _apply(q, k, v, self, None, None, lengths, NO_SEED, None, None, sink)
+            return _apply(q, k, v, self, None, None, lengths, NO_SEED, sink)
         return self.forward(q, k, v, Extras(lengths=lengths, at=at, sink=sink))[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = PLAIN) -> tuple[Tensor, Tensor, Any]:
@@ -247,7 +246,8 @@ class PreparedAttention:
             spare = self.spare
             if spare is not None and (self.stream != _stream(q) or _in_graph(q)):
                 spare = None
-            return *run(q, k, v, extras, spare), token
+            o, lse = run(q, k, v, extras, spare)
+            return o, lse, token
         token = None
         if _readable(q, k, v):
             run = prepared_forward(call_layout(self.task, (q, k, v), extras))
@@ -260,8 +260,7 @@ class PreparedAttention:
     def backward(
         self, token: Any, saved: Any, grads: Any, extras: Extras = PLAIN, bias_gradient: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """As `backward`; the last three are left out if no input needs them. saved: with the strides they had
-        forward."""
+        """As `backward`, without the last three if no input needs them; saved: with the strides they had forward."""
         if token is not None:
             (q, k, v, o, lse), (do, dlse) = saved, grads
             extras = extras if extras is PLAIN else on_device(extras, q.device)
@@ -276,7 +275,7 @@ class PreparedAttention:
 
 def attend(task: Task, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
     """As `forward`, with gradients."""
-    return _apply(q, k, v, PreparedAttention(task, True, repeats=False), *extras)
+    return _apply(q, k, v, PreparedAttention(task, True, repeats=False), *extras[:4], extras.sink)
 
 
 def _stream(x: Tensor) -> int:
@@ -301,17 +300,21 @@ def _readable(*tensors: Tensor) -> bool:
 
 
 class _Attend(torch.autograd.Function):
-    """(q, k, v) or (q, k, v, *extras) → o; and lse, if the call is not repeated.
+    """(q, k, v) → o, or (q, k, v, table, slopes, lengths, seed, sink) → o; and lse, if the call is not repeated.
 
     A sink has no value: the other gradients have the formula without it, applied to the lse and o that include it.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, attention, *inputs):
-        extras = Extras(*inputs) if inputs else PLAIN
-        o, lse, ctx.token = attention.forward(q, k, v, extras)
-        ctx.attention, ctx.seed = attention, extras.seed
-        ctx.save_for_backward(q, k, v, o, lse, *inputs[:3], *inputs[6:])
+        ctx.attention = attention
+        if not inputs:
+            o, lse, ctx.token = attention.forward(q, k, v)
+            ctx.save_for_backward(q, k, v, o, lse)
+            return o
+        table, slopes, lengths, ctx.seed, sink = inputs
+        o, lse, ctx.token = attention.forward(q, k, v, Extras(table, slopes, lengths, ctx.seed, sink=sink))
+        ctx.save_for_backward(q, k, v, o, lse, table, slopes, lengths, sink)
         if attention.token is not None:
             return o
         ctx.set_materialize_grads(False)
@@ -319,38 +322,37 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse=None):
-        attention, (q, k, v, o, lse, *inputs) = ctx.attention, ctx.saved_tensors
-        saved, grads = (q, k, v, o, lse), (do, dlse)
+        attention, tensors, grads = ctx.attention, ctx.saved_tensors, (do, dlse)
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         if _grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            results = _differentiable_gradients(grads, saved[:3], attention.task, *inputs)
-        elif not inputs:
-            dq, dk, dv, *_ = attention.backward(ctx.token, saved, grads)
-            return dq, dk, dv, None
+            results = _differentiable_gradients(grads, attention.task, *tensors)
+        elif len(tensors) == 5:
+            results = attention.backward(ctx.token, tensors, grads)
         else:
-            table, slopes, lengths, sink = inputs
-            *_, of_table, of_slopes, _, _, _, _, of_sink = ctx.needs_input_grad
+            *saved, table, slopes, lengths, sink = tensors
+            _, _, _, _, of_table, of_slopes, _, _, of_sink = ctx.needs_input_grad
             extras = Extras(table, slopes, lengths, ctx.seed, sink=sink if of_sink else None)
             results = attention.backward(ctx.token, saved, grads, extras, of_table or of_slopes)
-        dq, dk, dv, dtable, dslopes, dsink = *results, *(None,) * (6 - len(results))
-        all_inputs = dq, dk, dv, None, dtable, dslopes, None, None, None, None, dsink
-        return all_inputs[: len(ctx.needs_input_grad)]
+        if len(tensors) == 5:
+            return *results[:3], None
+        dq, dk, dv, dtable, dslopes, dsink = results if len(results) == 6 else (*results, None, None, None)
+        return dq, dk, dv, None, dtable, dslopes, None, None, dsink
 
 
-# For calls without transforms of torch.func: the others run in compiled_ops.
-_apply = compat.apply_of(_Attend)
+_apply = compat.apply_of(_Attend)  # under transforms of torch.func, calls run in compiled_ops
 
 
-def _differentiable_gradients(grads: Any, qkv: Any, task: Task, *extras: Tensor | None) -> tuple[Any, ...]:
-    """Of q, k, v, table, slopes and sink, by the formula. extras: nothing, or table, slopes, lengths and sink."""
-    table, slopes, lengths, sink = extras or (None,) * 4
+def _differentiable_gradients(grads: Any, task: Task, *saved: Any) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, table, slopes and sink, by the formula."""
+    q, k, v, _, _, *inputs = saved
+    table, slopes, lengths, sink = inputs or (None,) * 4
     if table is not None or slopes is not None or task.dropout_p:
         raise BackendError(
             "double backward (create_graph=True) is not supported by backend='triton' with bias by distance "
             "or dropout; use backend='sdpa'"
         )
-    (q, k, v), terms = qkv, (task.scale, task.softcap, sink)
+    terms = task.scale, task.softcap, sink
     call = Call(q, k, v, task.pattern, None, lengths, None, *terms, at=(task.start, task.step))
     dq, dk, dv, *dsink = gradients(grads, call)
-    return dq, dk, dv, None, None, *dsink
+    return dq, dk, dv, None, None, *(dsink or [None])
