@@ -29,6 +29,7 @@ from regard.engine.cuda import launches
 from regard.engine.cuda.call import CallLayout, Config, Configs, Task, default, layout
 from regard.engine.cuda.host import forward
 from regard.engine.cuda.prepared import Program
+from regard.engine.cuda.schedule import device_passes
 from regard.engine.cuda.triton.backward import FOR_KEYS, FOR_QUERIES
 from regard.pattern import Pattern, causal, dilated, every, strided, window
 
@@ -195,7 +196,7 @@ def one_kernel(kind: str, pattern: Pattern, n: int, d: int, config: Config):
         return lambda: forward(q, k, v, task)
     o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, 0.0, None, default(d, d, q.dtype)))
     call = CallLayout(task, tuple(map(layout, (q, k, v, o, do))), q.dtype, q.device)
-    route = launches.passes(call, config, kind == "dkv")
+    route = device_passes(call.place, config, kind == "dkv", call.device)
     made, part = launches.gradients(call, route, config, FOR_KEYS if kind == "dkv" else FOR_QUERIES)
     names = "q", "k", "v", "o", "do", "lse", "stats", "dq", "dk", "dv"
     program = Program(names, made, {"part": part}, q.device)

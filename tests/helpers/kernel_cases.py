@@ -622,7 +622,7 @@ def branches(case: Case, configs: Any) -> list[str]:
         place = case.pattern, case.n, case.m, start, step
         route = device_passes(place, config, by_keys, torch.device("cpu"))
         for one in route.steps:
-            split, goes_on = "split" if one.work.slots else "whole", "goes on" if one.accumulates else "first"
+            split, goes_on = "split" if one.work.split else "whole", "goes on" if one.accumulates else "first"
             out.append(f"{direction}, {split}, {goes_on}")
             out.append(f"{direction}, {'keeps some' if one.keep is not None else 'keeps all'}")
             out.append(f"{direction}, {one.work.segments} segments")

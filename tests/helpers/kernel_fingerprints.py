@@ -96,7 +96,7 @@ def hopper_on_cpu() -> None:
     """Let the Hopper variant take CPU tensors: its condition on the device is left out."""
     from regard.engine.cuda import launches
 
-    launches._multiprocessors = lambda device: 132
+    launches.multiprocessors = lambda device: 132
     launches.is_hopper = lambda device: True
 
 

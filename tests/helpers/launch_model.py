@@ -104,9 +104,9 @@ def waits(launch: Any) -> tuple[bool, bool]:
     sizes, S = launch.sizes, launch.sizes.get("S")
     match launch.kernel.__name__:
         case "hopper_forward":
-            return S.ACCUMULATES, S.LATE
+            return S.ACCUMULATES, S.WAITS_AT_END
         case "hopper_dq":
-            return not S.LATE, S.LATE
+            return not S.WAITS_AT_END, S.WAITS_AT_END
         case "hopper_dkv":
             return S.WAITS, not S.WAITS
         case _:
@@ -128,7 +128,7 @@ def timings(given: list[Any]) -> list[Timing]:
         require(has_inputs or name not in SIDES, f"{name} may start too early to read its inputs")
         found.append(Timing(name, number, complete))
         if name == "hopper_forward":
-            lets = begins if launch.sizes["S"].LETS else number
+            lets = begins if launch.sizes["S"].NEXT_STARTS_EARLY else number
         else:
             lets = complete if name in SIDES else number
     return found
@@ -139,7 +139,7 @@ def describe(launch: Any) -> str:
     S, name = launch.sizes.get("S"), launch.kernel.__name__.removeprefix("hopper_").removesuffix("_kernel")
     if S is None:
         return f"{name} ACCUMULATES" if launch.sizes["ACCUMULATES"] else name
-    flags = [x for x in ("SPLIT", "ACCUMULATES", "LATE", "ADDS", "CHAINED") if getattr(S, x)]
+    flags = [x for x in ("SPLIT", "ACCUMULATES", "WAITS_AT_END", "ADDS", "CHAINED") if getattr(S, x)]
     return " ".join([name, *flags, *["BOXES"] * (S.spread is not None)])
 
 
@@ -252,7 +252,7 @@ class TileKernel:
 
     def program(self, p: int) -> Iterator[None]:
         """One program, tile by tile; it yields where it has to wait."""
-        together = self.given["together"]
+        together = self.given["in_flight"]
         turn, nth = divmod(p, self.chunks * together)
         chunk, bh = nth // together, turn * together + nth % together
         chunk += self.chunks * (bh // self.given["heads"]) if self.S.BY_ROW else 0

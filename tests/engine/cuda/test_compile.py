@@ -409,7 +409,7 @@ def test_the_kernels_for_hopper_run_every_pass_of_shorter_sequences(monkeypatch,
     names = {launch.kernel.__name__ for launch, *_ in program.launches}
     assert {"hopper_dq", "hopper_dkv"} <= names <= {"hopper_dq", "hopper_dkv", "sum_kernel"}
     steps = hopper.hopper_passes(call, configs.hopper_dkv, True).steps
-    assert [(step.work.slots > 0, step.accumulates) for step in steps] == passes
+    assert [(step.work.split, step.accumulates) for step in steps] == passes
     added = [x.sizes["ACCUMULATES"] for x, *_ in program.launches if x.kernel.__name__ == "sum_kernel"]
     assert added == sums
 

@@ -29,7 +29,7 @@ from regard.engine.cuda.documents import Packed, read
 from regard.engine.cuda.hopper import launches as hopper
 from regard.engine.cuda.prepared import PREPARED, Launch, Program
 from regard.engine.cuda.schedule import BEGINS, TESTED, device_passes
-from regard.engine.cuda.tile_lists import tables, with_masks
+from regard.engine.cuda.tile_lists import one_launch_tables, with_masks
 from regard.engine.cuda.work_split import WorkSplit, split_work
 from regard.engine.explain import explain
 from regard.errors import BackendError
@@ -155,10 +155,12 @@ def test_a_row_without_an_allowed_pair_has_empty_programs_only():
 
 
 def test_short_documents_share_a_tile_and_none_is_cut():
-    tiles = packed(ids_of(20, 30, 14, 1, 63, 64, 65, 40, 40), full()).tiles(337, 0, False)
-    assert tiles.first.tolist() == [0, 64, 128, 192, 256, 257, 297]
-    assert tiles.size.tolist() == [64, 64, 64, 64, 1, 40, 40]
-    assert (tiles.end - tiles.begin).tolist() == [64, 64, 64, 65, 65, 40, 40]
+    work, covers = packed(ids_of(20, 30, 14, 1, 63, 64, 65, 40, 40), full()).schedule(337, 0, False)
+    first = np.cumsum(work.sizes) - work.sizes
+    words = work.blocks.numpy()
+    assert covers and words[first, 10].tolist() == [0, 64, 128, 192, 256, 257, 297]
+    assert (words[first, 9] >> 8).tolist() == [64, 64, 64, 64, 1, 40, 40]
+    assert np.add.reduceat(words[:, 8] & 255, first).tolist() == [64, 64, 64, 65, 65, 40, 40]
 
 
 def cut_of(pattern: Packed, n: int, heads: int, programs: int, by_keys: bool = False, **how) -> WorkSplit:
@@ -224,8 +226,8 @@ def test_one_long_document_keeps_all_programs_of_few_heads_busy(name, band, by_k
     lengths, heads, programs = LONG[name]
     pattern, n = packed(ids_of(*lengths), band), sum(lengths)
     cut = cut_of(pattern, n, heads, programs, by_keys)
-    tiles = pattern.tiles(n, 0, by_keys)
-    balanced = (len(tiles.blocks) + len(tiles.ends)) / (programs // heads)
+    work, _ = pattern.schedule(n, 0, by_keys)
+    balanced = (len(work.blocks) + len(work.sizes)) / (programs // heads)
     assert (
         work_of(cut).max() <= 1.3 * balanced + 2
     )  # a piece is of whole blocks, and shorter ones than 2 are not made
@@ -468,26 +470,30 @@ def unchecked():
 
 @pytest.mark.usefixtures("on_hopper", "empty_caches", "unchecked")
 def test_new_ids_at_each_call_fill_no_cache_and_are_dropped():
-    caches = device_passes, with_masks, tables, cuda_call._task
+    caches = device_passes, with_masks, one_launch_tables, cuda_call._task
     before = len(PREPARED), [cache.cache_info().currsize for cache in caches]
     found = []
     gc.disable()
-    for seed in range(2 * packed_documents.MAX_CACHED):
+    for seed in range(2 * packed_documents.MAX_CACHED_IDS):
         ids = torch.arange(512) // (seed + 5)
         found.append(weakref.ref(launches_of(facts(documents(ids) & causal()))))
     assert (len(PREPARED), [cache.cache_info().currsize for cache in caches]) == before
-    assert sum(x() is not None for x in found) == packed_documents.MAX_CACHED  # at once: they are in no cycle
     assert (
-        len(packed_documents._by_tensor) == len(packed_documents._by_contents) == packed_documents.MAX_CACHED
+        sum(x() is not None for x in found) == packed_documents.MAX_CACHED_IDS
+    )  # at once: they are in no cycle
+    assert (
+        len(packed_documents._by_tensor)
+        == len(packed_documents._by_contents)
+        == packed_documents.MAX_CACHED_IDS
     )
 
 
 @pytest.mark.usefixtures("on_hopper", "empty_caches")
 def test_a_second_call_with_the_same_ids_prepares_nothing():
     call = facts(documents(torch.arange(512) // 100) & causal())
-    kept = len(launches_of(call).kept)
-    with mock.patch.object(packed_documents, "_cut", side_effect=AssertionError):
-        assert len(launches_of(call).kept) == kept
+    kept = len(launches_of(call).cache)
+    with mock.patch.object(packed_documents, "_schedule", side_effect=AssertionError):
+        assert len(launches_of(call).cache) == kept
 
 
 # Repeated calls

@@ -100,7 +100,7 @@ def main():
     def program(inputs, launched, *rest, **more):
         named.extend(x for x in launched if x[0].grid[0] and "S" in x[0].sizes)
 
-    launches.is_hopper, launches._multiprocessors = (lambda device: False), (lambda device: 132)
+    launches.is_hopper, launches.multiprocessors = (lambda device: False), (lambda device: 132)
     module.splits_float32 = forward.splits_float32 = lambda device: True
     launches.Program = prepared.Program = program
     for d in WIDTHS:

@@ -22,7 +22,7 @@ from regard.engine.cuda.hopper.launches import hopper_passes
 from regard.engine.cuda.prepared import Launch
 from regard.engine.cuda.schedule import TESTED, device_passes
 from regard.engine.cuda.tile_lists import in_boxes, with_masks
-from regard.engine.cuda.work_split import by_length, chain, split_work
+from regard.engine.cuda.work_split import by_size, chain_passes, split_work
 from regard.pattern import (
     Pattern,
     blocks,
@@ -154,7 +154,7 @@ def test_no_sink_joins_where_programs_share_tiles():
     call = case.call._replace(has_sink=True)
     with modeled_gpu(case.programs):
         route, made, _ = forward_launches(call._replace(tensors=call.tensors[:3]))
-        assert len(route.steps) == 1 and route.steps[0].work.slots
+        assert len(route.steps) == 1 and route.steps[0].work.split
         assert not launches.joins_sink(call, route) and not made[0][0].sizes["S"].SINKS
 
 
@@ -180,7 +180,8 @@ BOXES = Case(neighborhood((40, 40), 31), 1600)  # of up to 23 blocks: tiles of m
 ODD_BOXES = Case(neighborhood((13, 37), 5), 481, h=4, h_kv=2)  # which no box divides
 NAMED = {
     "heads of 256, split tiles": (
-        WIDE, ["forward SPLIT", "forward LATE", "merge"], ["dq SPLIT", "dq LATE", "dkv SPLIT", "dkv ADDS", "sum"]
+        WIDE, ["forward SPLIT", "forward WAITS_AT_END", "merge"],
+        ["dq SPLIT", "dq WAITS_AT_END", "dkv SPLIT", "dkv ADDS", "sum"],
     ),
     "split tiles that continue": (
         CONTINUED, ["forward", "forward SPLIT ACCUMULATES", "merge ACCUMULATES"],
@@ -190,7 +191,7 @@ NAMED = {
         KEYS_CONTINUED, ["forward"],
         ["dq", "dkv", "dkv ACCUMULATES", "dkv SPLIT ACCUMULATES", "sum ACCUMULATES"],
     ),
-    "passes of different rows": (APART, ["forward", "forward LATE"], ["dq", "dq LATE", "dkv"]),
+    "passes of different rows": (APART, ["forward", "forward WAITS_AT_END"], ["dq", "dq WAITS_AT_END", "dkv"]),
     "parts that the next launch adds up": (ADDED, ["forward"], ["dq", "dkv SPLIT", "dkv ADDS"]),
     "every second position": (EVERY_SECOND, ["forward"], ["dq", "dkv SPLIT", "dkv ADDS"]),
     "grouped heads": (GROUPED, ["forward"], ["dq", "dkv", "dkv"]),
@@ -205,7 +206,7 @@ NAMED = {
         ["dq ACCUMULATES CHAINED", "dkv ACCUMULATES CHAINED"],
     ),
     "global rows and others in one launch": (
-        MIXED, ["forward SPLIT", "merge"], ["dq SPLIT", "dq LATE", "dkv", "sum"]
+        MIXED, ["forward SPLIT", "merge"], ["dq SPLIT", "dq WAITS_AT_END", "dkv", "sum"]
     ),
     "boxes": (BOXES, ["forward BOXES"], ["dq BOXES", "dkv BOXES"]),
     "boxes that share members": (ODD_BOXES, ["forward BOXES"], ["dq BOXES", "dkv BOXES"]),
@@ -312,14 +313,14 @@ def changed_split(change):
     return [(hopper, "split_work", split)]
 
 
-def boxes_by_length(call, config, by_keys):
+def boxes_by_size(call, config, by_keys):
     route = in_boxes(call.place, by_keys, call.device)
-    return by_length(route, hopper.programs_at_a_time(config, call.device))
+    return by_size(route, hopper.programs_at_a_time(config, call.device))
 
 
 def adds_to_any(before, step):
     """Without `before.accumulates`."""
-    return before.work.slots > 0 and not (step.work.slots or step.accumulates)
+    return before.work.split and not (step.work.split or step.accumulates)
 
 
 def merged_first(call):
@@ -352,15 +353,15 @@ def unmark_empty(cut):
 
 
 def changed_chain(change):
-    """`chain`, where tiles wait for another number of tiles."""
+    """`chain_passes`, where tiles wait for another number of tiles."""
 
     def chain_of(*arguments):
-        made = chain(*arguments)
+        made = chain_passes(*arguments)
         if made is not None:
             change(made[0].work.blocks[:, 5])
         return made
 
-    return [(hopper, "chain", chain_of)]
+    return [(hopper, "chain_passes", chain_of)]
 
 
 def launch_without_cooperation(*arguments, **given):
@@ -369,7 +370,7 @@ def launch_without_cooperation(*arguments, **given):
 
 FAULTS = {
     "boxes are split": (
-        BOXES, [(hopper, "hopper_passes", boxes_by_length)],
+        BOXES, [(hopper, "hopper_passes", boxes_by_size)],
         "merge_kernel writes a row of o twice",
     ),
     "a query belongs to two boxes": (
@@ -416,11 +417,11 @@ FAULTS = {
         "merge_kernel may end before the launch before it",
     ),
     "a late pass ends early": (
-        APART, changed("hopper_forward", LATE=False),
+        APART, changed("hopper_forward", WAITS_AT_END=False),
         "hopper_forward may end before the launch before it",
     ),
     "dq does not wait for its inputs": (
-        CONTINUED, changed("hopper_dq", LATE=True),
+        CONTINUED, changed("hopper_dq", WAITS_AT_END=True),
         "hopper_dq may start too early to read its inputs",
     ),
     "lse2 is taken for computed": (

@@ -165,11 +165,11 @@ def test_one_launch_ends_where_the_gpu_no_longer_waits_for_the_cpu():
 
 
 def test_the_tables_are_made_once_for_a_pattern_and_a_shape():
-    from regard.engine.cuda.tile_lists import tables
+    from regard.engine.cuda.tile_lists import one_launch_tables
 
     given = (causal() & window(9), 97, 101, 4, 1), (64, 64), torch.device("cpu")
-    (items, members, blocks), for_keys = tables(*given)
-    assert tables(*given)[0][0] is items
+    (items, members, blocks), for_keys = one_launch_tables(*given)
+    assert one_launch_tables(*given)[0][0] is items
     assert (for_keys, len(items)) == (2, 4)
     assert {x.dtype for x in (items, members, blocks)} == {torch.int32}
     assert members.shape == (4, 64) and blocks.shape == (int(items[-1, 5]), 64)
@@ -193,7 +193,7 @@ def prepared(monkeypatch):
         with torch.enable_grad():
             return torch.autograd.grad(formula(*inputs)[0], inputs, do)
 
-    def from_saved(saved, grads, task, extras):
+    def from_saved(saved, grads, task, extras, bias_gradient):
         q, k, v, o, lse = saved
         return *gradients((q, k, v, o, grads[0], lse)), None, None, None
 
@@ -221,45 +221,37 @@ def test_a_prepared_call_has_gradients_and_double_backward(prepared):
 def test_sink_logits_and_lengths_have_gradients_and_double_backward(monkeypatch, gives_delta):
     """With formulas in place of the kernels, the backward one by the saved lse: what is left is autograd's."""
     from regard.engine import reference_backend
-    from regard.engine.call import NO_SEED, Call, Options
-    from regard.engine.cuda import backend, host
-    from regard.engine.cuda.host import join_sink
+    from regard.engine.call import Call, Extras
+    from regard.engine.cuda import host
+    from regard.engine.cuda.host import join_sink, sink_gradient
 
-    def formula(qkv, extras, options):
+    def formula(q, k, v, extras):
         with torch.no_grad():
-            found = reference_backend.attend(Call(*qkv, PATTERN, None, extras[2], scale=0.3, at=(0, 1)))
-            return join_sink(*found, extras.sink)
+            call = Call(q, k, v, PATTERN, None, extras.lengths, scale=0.3, at=(0, 1))
+            return join_sink(*reference_backend.attend(call), extras.sink)
 
-    def gradients(grads, saved, extras, *rest):
-        q, k, v, o, lse = saved
-        do = torch.zeros_like(o) if grads[0] is None else grads[0]
-        delta = (do * o).sum(-1) - (0.0 if grads[1] is None else grads[1])
+    def gradients(tensors, dlse, extras):
+        q, k, v, o, do, lse = tensors
+        delta = (do * o).sum(-1) - (0.0 if dlse is None else dlse)
         keys = torch.arange(5)
-        visible = (keys >= extras[2][:, :1]) & (keys < extras[2][:, 1:])
+        visible = (keys >= extras.lengths[:, :1]) & (keys < extras.lengths[:, 1:])
         allowed = PATTERN.allowed(5) & visible[:, None, None]
         weights = (0.3 * q @ k.mT - lse[..., None]).exp().masked_fill(~allowed, 0.0)
         ds = 0.3 * weights * (do @ v.mT - delta[..., None])
-        return ds @ k, ds.mT @ q, weights.mT @ do, None, None, delta if gives_delta else None
+        given = [delta] if gives_delta else []
+        dsink = None if extras.sink is None else sink_gradient(extras.sink, tensors[3:], dlse, *given)
+        return ds @ k, ds.mT @ q, weights.mT @ do, None, None, dsink
 
-    def prepared_gradients(tensors, dlse, extras):
-        q, k, v, o, do, lse = tensors
-        *grads, _, _, delta = gradients((do, dlse), (q, k, v, o, lse), extras)
-        return grads if delta is None else (*grads, delta)
-
-    monkeypatch.setattr(backend, "forward", formula)
-    monkeypatch.setattr(backend, "backward", gradients)
-    monkeypatch.setattr(host, "forward", lambda q, k, v, task, extras: formula((q, k, v), extras, None))
-    monkeypatch.setattr(host, "backward", lambda saved, grads, task, extras: gradients(grads, saved, extras))
     monkeypatch.setattr(
-        host, "prepared_forward", lambda c: lambda q, k, v, *x: formula((q, k, v), x[0], None)
+        host, "prepared_forward", lambda call: lambda q, k, v, extras, _=None: formula(q, k, v, extras)
     )
-    monkeypatch.setattr(host, "prepared_backward", lambda call: prepared_gradients)
-    limits, options = torch.tensor([[1, 4]]), Options(PATTERN, 0, 1, 0.3)
+    monkeypatch.setattr(host, "prepared_backward", lambda call: gradients)
+    limits, computed = torch.tensor([[1, 4]]), replace(task(), pattern=PATTERN, scale=0.3)
     sink = torch.tensor([0.4, -1.3], dtype=torch.float64, requires_grad=True)
-    repeated = host.PreparedAttention(replace(task(), pattern=PATTERN, scale=0.3), True)
+    repeated = host.PreparedAttention(computed, True)
 
     def attend(q, k, v, sink):
-        return backend._Attend.apply(q, k, v, None, None, limits, sink, NO_SEED, options)
+        return host.attend(computed, q, k, v, Extras(lengths=limits, sink=sink))
 
     def attend_prepared(q, k, v, sink):
         return repeated(q, k, v, limits, None, sink)

@@ -33,13 +33,22 @@ CPU = torch.device("cpu")
 
 def steps(pattern, n, by_keys):
     """Passes with small tiles and blocks, and a table of masks that nothing reads."""
+    from regard.engine.cuda.mask import Masks
+    from regard.engine.cuda.schedule import HopperSchedule
+
+    def without_masks(work):
+        none = Masks(torch.zeros((1, 128), dtype=torch.int32))
+        sizes = np.diff(np.flatnonzero(work.blocks[:, 9].numpy() & 8), append=len(work.blocks))
+        return HopperSchedule(work.blocks, sizes, none, work.segments, work.ragged, work.split)
+
+    return tuple(replace(step, work=without_masks(step.work)) for step in general_steps(pattern, n, by_keys))
+
+
+def general_steps(pattern, n, by_keys):
     from regard.engine.cuda.call import Config
     from regard.engine.cuda.schedule import device_passes
-    from regard.engine.cuda.tile_lists import Masks
 
-    found = device_passes((pattern, n, n, 0, 1), Config(32, 16, 1, 1), by_keys, CPU).steps
-    none = Masks(torch.zeros((1, 128), dtype=torch.int32))
-    return tuple(replace(x, work=replace(x.work, masks=none)) for x in found)
+    return device_passes((pattern, n, n, 0, 1), Config(32, 16, 1, 1), by_keys, CPU).steps
 
 
 def masked(pattern, n, by_keys=False, place=(0, 1)):
@@ -171,7 +180,7 @@ def test_runs_are_adjacent_begin_a_tile_and_differ_by_little(pattern):
             assert torch.equal(cut.chunks[:, 4:], cut.blocks[begin])
             assert begin[0] == 0 and (begin[1:] == end[:-1]).all() and end[-1] == len(cut.blocks)
             assert ((end - begin) % 2 == 0).all() and (cut.blocks[begin, 9] & 8 != 0).all()
-            if step.work.slots:
+            if step.work.split:
                 # none has more than its share, made even; all together wait as long as if each had 2 less
                 runs = end - begin
                 assert runs.max() <= 2 * -(-len(step.work.blocks) // 10)
@@ -179,7 +188,7 @@ def test_runs_are_adjacent_begin_a_tile_and_differ_by_little(pattern):
 
 
 def test_pieces_of_tiles_are_cut_at_the_same_rows_so_that_programs_read_them_at_the_same_time():
-    (step,) = (s for s in steps(causal() & (window(40) | every(16)), 2048, True) if s.work.slots)
+    (step,) = (s for s in steps(causal() & (window(40) | every(16)), 2048, True) if s.work.split)
     cut = split(step.work, 16)
     begin, end = cut.chunks.numpy()[:, :2].T
     rows = cut.blocks.numpy()[:, 0]
@@ -275,36 +284,33 @@ def test_masks_are_computed_whatever_the_default_device_is():
 def test_equal_blocks_are_found_by_a_number_for_each_and_by_their_words_where_those_are_equal(
     monkeypatch, count, numbers_are_distinct
 ):
-    from regard.engine.cuda import tile_lists
+    from regard.engine.cuda import mask
 
     rows = np.random.default_rng(count).integers(-(1 << 31), 1 << 31, size=(40, 12))
     rows = rows[np.random.default_rng(1).integers(40, size=count)]
     if not numbers_are_distinct:
-        monkeypatch.setattr(tile_lists, "FACTORS", np.zeros_like(tile_lists.FACTORS))
-    found, which = tile_lists._distinct(rows)
+        monkeypatch.setattr(mask, "_random_factors", lambda: np.zeros(mask.MASK_WORDS, dtype=np.int64))
+    found, which = mask.distinct_rows(rows)
     assert len(found) == len({tuple(x) for x in rows.tolist()}) and np.array_equal(found[which], rows)
 
 
 def test_no_rows_are_sorted_to_find_equal_blocks(monkeypatch):
     """With two million blocks that takes eight seconds of the first call; sorting numbers takes one."""
     from regard.engine.cuda import tile_lists
-    from regard.engine.cuda.schedule import Sides
+    from regard.engine.cuda.schedule import Sides, device_passes
 
     (step,) = masked(causal() & window(70), 700).steps
     for module, name in ((torch, "dim"), (np, "axis")):
         monkeypatch.setattr(module, "unique", partial(unique_numbers, module.unique, name))
-    made = tile_lists._masked(replace(step.work, blocks=unmasked(step.work.blocks)), Sides(0, 1, False))
+    place = causal() & window(70), 700, 700, 0, 1
+    (general,) = device_passes(place, tile_lists.TILES, False, CPU).steps
+    made = tile_lists._masked(general.work, Sides(0, 1, False))
     assert torch.equal(made.blocks, step.work.blocks) and torch.equal(made.masks.words, step.work.masks.words)
 
 
 def unique_numbers(unique, axis, x, **how):
     assert how.get(axis) is None, "rows are sorted"
     return unique(x, **how)
-
-
-def unmasked(blocks):
-    """Blocks without the numbers of their masks."""
-    return torch.where(torch.arange(12) == 8, blocks & 255, blocks)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -325,7 +331,7 @@ def test_many_masks_are_computed_in_parts(monkeypatch, by_keys):
 def test_tiles_of_one_residue_class_run_at_the_same_time_on_programs_with_equal_work(backwards):
     (step,) = steps(causal() & strided(32), 2048, by_keys=False)
     cut = split(step.work, 2 * 8, backwards=backwards)
-    per_tile = np.diff(step.work.ends, prepend=0)
+    per_tile = step.work.sizes
     assert len(per_tile) == 64 and per_tile.max() > per_tile.min()  # two tiles of a class, one longer
     loads = np.diff(cut.chunks[:, :2].numpy(), axis=1).ravel()
     assert loads.max() - loads.min() <= per_tile.max()
@@ -366,7 +372,7 @@ def test_a_pass_without_what_an_earlier_one_computed_tests_one_relation():
     sparse, dilations = causal() & (window(31) | strided(32)), window(31) | dilated(31, 8) | dilated(31, 64)
     for pattern, n, count in ((sparse, 1024, 2), (causal() & dilations, 4096, 3)):
         for by_keys in (False, True):
-            passes = steps(pattern, n, by_keys)
+            passes = general_steps(pattern, n, by_keys)
             tested = [x for one in passes[1:] for x in one.work.pattern.leaves() if x != full()]
             assert len(passes) == count and len(tested) == count - 1
             assert [one.accumulates and one.covered for one in passes] == [False, *[True] * (count - 1)]
@@ -381,10 +387,10 @@ CHAINED = [
 
 def chained(pattern, n, by_keys, place=(0, 1), layouts=None):
     from regard.engine.cuda.call import contiguous
-    from regard.engine.cuda.work_split import chain
+    from regard.engine.cuda.work_split import chain_passes
 
     route = masked(pattern, n, by_keys, place)
-    return chain(route, (contiguous(1, 2, n, 128),) * 3 if layouts is None else layouts, 396)
+    return chain_passes(route, (contiguous(1, 2, n, 128),) * 3 if layouts is None else layouts, 396)
 
 
 @pytest.mark.parametrize(("by_keys", "programs"), [(False, 3), (True, 50)])
@@ -426,7 +432,7 @@ def test_chained_passes_visit_every_pair_once_and_no_tile_waits_for_ever(pattern
 @pytest.mark.parametrize(("pattern", "n"), CHAINED, ids=repr)
 def test_a_chained_tile_waits_for_all_tiles_of_earlier_passes_of_its_section(pattern, n, by_keys):
     step, _, counters = chained(pattern, n, by_keys)
-    first = step.work.blocks.numpy()[np.append(0, step.work.ends[:-1])]
+    first = step.work.blocks.numpy()[np.cumsum(step.work.sizes) - step.work.sizes]
     waits = 0
     for counter in range(counters):
         of_stretch = first[first[:, 4] == counter]
@@ -460,8 +466,9 @@ def test_passes_are_chained_only_if_their_tiles_are_short_and_their_rows_fit_int
 def forward_route(pattern, n, heads):
     """The passes of the Hopper forward kernel, and the layouts of contiguous q, k and v."""
     from regard.engine.cuda.call import contiguous
+    from regard.engine.cuda.work_split import by_size
 
-    return masked(pattern, n), (contiguous(1, heads, n, 128),) * 3
+    return by_size(masked(pattern, n), 12), (contiguous(1, heads, n, 128),) * 3
 
 
 LONGFORMER = window(64) | rows(64) | every(64)
@@ -470,11 +477,11 @@ LONGFORMER = window(64) | rows(64) | every(64)
 # 4096: one tile of global rows, in 8 pieces of 8 blocks; 4160: two tiles, in 8 pieces of 8 blocks and one of 1 each
 @pytest.mark.parametrize("n", [4096, 4160])
 def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_keys(n):
-    from regard.engine.cuda.work_split import mix
+    from regard.engine.cuda.work_split import interleave
 
     pattern, heads = LONGFORMER, 2
     route, layouts = forward_route(pattern, n, heads)
-    pieces, flat, long, cut = mix(route, layouts, 1, 24, 0.1)
+    pieces, flat, long, cut = interleave(route, layouts, 1, 24, 0.1)
     assert long[0].shape[2] == heads * n and pieces.keep is None and flat.keep == ~rows(64)
     seen, parts = np.zeros((heads * n, heads * n), dtype=np.int8), np.zeros(heads * cut.slots, dtype=int)
     blocks, slots = cut.blocks.numpy(), cut.slot.numpy()
@@ -511,9 +518,9 @@ def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_
     ],
 )
 def test_global_rows_run_apart_where_one_launch_cannot_hold_them(pattern, n, step):
-    from regard.engine.cuda.work_split import mix
+    from regard.engine.cuda.work_split import interleave
 
-    assert mix(*forward_route(pattern, n, 2), step, 24, 0.1) is None
+    assert interleave(*forward_route(pattern, n, 2), step, 24, 0.1) is None
 
 
 GRIDS = [
@@ -545,7 +552,7 @@ def test_tiles_that_are_boxes_visit_every_pair_of_each_head_once(grid, by_keys):
     n, heads = grid.size, 2
     (step,) = passes_of_grid(grid, by_keys).steps
     flat, long = flatten_heads(step, 1, (contiguous(1, heads, n, 64),))
-    assert long[0].shape[2] == heads * n and np.diff(flat.work.ends, prepend=0).all()
+    assert long[0].shape[2] == heads * n and flat.work.sizes.all()
     cut, a = split_work(flat.work, 1, 5, multiple=2), np.arange(64)
     seen, masks = np.zeros((heads * n, heads * n), dtype=int), flat.work.masks
     assert torch.equal(cut.masks, masks.words)
@@ -629,53 +636,51 @@ def test_only_tiles_longer_than_a_programs_share_are_split_and_each_tile_is_in_o
     pattern, by_keys, programs
 ):
     from regard.engine.cuda.schedule import MIN_SPLIT, DevicePasses
-    from regard.engine.cuda.work_split import MIN_EXCESS, by_length
+    from regard.engine.cuda.work_split import MIN_EXCESS, by_size
 
     def sizes(works):
         return sorted(
             (int(begin[10]), int(begin[11]), int(size), begin[:9].tolist())
             for work in works
-            for size, begin in zip(
-                np.diff(work.ends, prepend=0), work.blocks[np.append(0, work.ends[:-1])].numpy()
-            )
+            for size, begin in zip(work.sizes, work.blocks[np.cumsum(work.sizes) - work.sizes].numpy())
         )
 
     before = steps(pattern, 1000, by_keys)
-    after = by_length(DevicePasses(before, True), programs).steps
+    after = by_size(DevicePasses(before, True), programs).steps
     assert sizes([x.work for x in before]) == sizes([x.work for x in after])
     assert sum(len(x.work.blocks) for x in after) == sum(len(x.work.blocks) for x in before)
     assert [x.work.blocks.unique(dim=0).shape for x in after] == [x.work.blocks.shape for x in after]
     for one in before:
-        mine = [x for x in after if x.work.pattern == one.work.pattern and x.keep == one.keep]
+        mine = [x for x in after if x.work.masks is one.work.masks]
         assert all((x.accumulates, x.covered) == (one.accumulates, one.covered) for x in mine)
-        parted, whole = ([x for x in mine if (x.work.slots > 0) == split] for split in (True, False))
+        parted, whole = ([x for x in mine if x.work.split == split] for split in (True, False))
         assert len(parted) <= 1 and len(whole) <= 1
-        left = np.concatenate([np.diff(x.work.ends, prepend=0) for x in whole] or [np.zeros(1, dtype=int)])
+        left = np.concatenate([x.work.sizes for x in whole] or [np.zeros(1, dtype=int)])
         assert left.max() <= max(left.sum() / programs + MIN_EXCESS, MIN_SPLIT)
         for x in parted:
-            least = np.diff(x.work.ends, prepend=0).min()
+            least = x.work.sizes.min()
             assert least > max((left.sum() + least) / programs + MIN_EXCESS, MIN_SPLIT)
 
 
 def test_tiles_of_equal_length_are_not_split_however_long_they_are():
     from regard.engine.cuda.schedule import DevicePasses
-    from regard.engine.cuda.work_split import by_length
+    from regard.engine.cuda.work_split import by_size
 
     (step,) = steps(window(512), 2048, False)
-    assert step.work.slots > 0 and np.diff(step.work.ends).min() > 30  # the general kernels split them
-    (whole,) = by_length(DevicePasses((step,), True), 16).steps
-    assert whole.work.slots == 0 and whole.work.blocks is step.work.blocks
-    (apart,) = by_length(DevicePasses((step,), True), 1000).steps  # more programs than tiles
-    assert apart.work.slots > 0
+    assert step.work.split and step.work.sizes[1:].min() > 30  # the general kernels split them
+    (whole,) = by_size(DevicePasses((step,), True), 16).steps
+    assert not whole.work.split and whole.work.blocks is step.work.blocks
+    (apart,) = by_size(DevicePasses((step,), True), 1000).steps  # more programs than tiles
+    assert apart.work.split
 
 
 def test_one_long_tile_does_not_cut_the_others():
     from regard.engine.cuda.schedule import DevicePasses
-    from regard.engine.cuda.work_split import by_length, split_work
+    from regard.engine.cuda.work_split import by_size, split_work
 
     (step,) = steps(sinks(16) | window(40), 1000, True)
-    long, rest = by_length(DevicePasses((step,), True), 8).steps
-    assert len(long.work.ends) == 1 and long.work.slots and not rest.work.slots
+    long, rest = by_size(DevicePasses((step,), True), 8).steps
+    assert len(long.work.sizes) == 1 and long.work.split and not rest.work.split
     assert split_work(long.work, 2, 16).slots > 1
     cut = split_work(rest.work, 2, 16)
     assert cut.slots == 0 and len(cut.joins) == 0
@@ -700,7 +705,7 @@ def test_boxes_of_a_grid_are_not_split_and_its_lines_may_be(monkeypatch, grid, i
     config = configs.hopper_dkv if by_keys else configs.hopper_forward
     steps = hopper.hopper_passes(call, config, by_keys).steps
     assert all((x.work.masks.spread is not None) == in_boxes for x in steps)
-    assert any(x.work.slots > 0 for x in steps) == (not in_boxes)
+    assert any(x.work.split for x in steps) == (not in_boxes)
 
 
 @pytest.mark.parametrize(
@@ -725,5 +730,5 @@ def test_heads_of_split_tiles_run_at_the_same_time():
     from regard.engine.cuda.work_split import heads_at_a_time
 
     (step,) = masked(causal(), 65536).steps
-    work = replace(step.work, slots=1)
+    work = replace(step.work, split=True)
     assert heads_at_a_time(work, 16, contiguous(1, 16, 65536, 128), 396) == 16

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import BackendError
 from ...pattern import Pattern, full, neighborhood
 from ...pattern.one_query import keys_visited, run_formulas
 from ...position import ByDistance
-from .. import reference_backend
 from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared, needs_grad
 from ..compiled_ops import sample_seed, sparse_attention
 from ..gpu_estimates import triton_dense
@@ -46,8 +44,8 @@ class Triton:
         if f.device_type != "cuda":
             return f"it runs on CUDA, not on {f.device_type}"
         if f.pattern.has_data and (f.observed or not isinstance(f.pattern, neighborhood)):
-            found = read(f)
-            return found if isinstance(found, str) else None
+            result = read(f)
+            return result if isinstance(result, str) else None
         if f.dtype == torch.float64:
             return "the Triton kernels take float32, float16 or bfloat16, not float64"
         if max(f.d_k, f.d_v) > MAX_HEAD_DIM:
@@ -68,9 +66,15 @@ class Triton:
 
     def prepare(self, f: CallFacts) -> Prepared:
         f = replace(f, pattern=_pattern(f))
-        build = (lambda: _prepared_launches(f)) if _is_direct(f) and not f.observed else None
-        made = variant(f), lambda: _visited(f), lambda call: _run(call, f), build
-        return Prepared(self.name, *made, joins_sink=not f.observed)
+
+        def build() -> Callable[..., Tensor]:
+            from .host import PreparedAttention
+
+            return PreparedAttention(_task_of(f), f.grad)
+
+        fields = variant(f), lambda: _visited(f), lambda call: _run(call, f)
+        is_direct = _is_direct(f) and not f.observed
+        return Prepared(self.name, *fields, build if is_direct else None, joins_sink=not f.observed)
 
 
 def _pair(f: CallFacts) -> float:
@@ -92,20 +96,20 @@ def _call(f: CallFacts) -> float:
 
 def _is_direct(f: CallFacts) -> bool:
     """Whether nothing but numbers and the tensors of `Call.row_extras` is given beside q, k, v and the pattern."""
-    rest = replace(f, lengths=False, left_padding=False, row_offsets=False, sink_logits=False, softcap=None)
-    return (replace(rest, pattern=full()) if isinstance(f.pattern, Packed) else rest).only_pattern
+    bare = replace(f, lengths=False, left_padding=False, row_offsets=False, sink_logits=False, softcap=None)
+    return (replace(bare, pattern=full()) if isinstance(f.pattern, Packed) else bare).only_pattern
 
 
 def _pattern(f: CallFacts) -> Pattern:
     """The pattern; of documents, with the ids as they were read."""
     if not f.pattern.has_data or isinstance(f.pattern, neighborhood):
         return f.pattern
-    found = read(f)
-    return f.pattern if isinstance(found, str) else found
+    result = read(f)
+    return f.pattern if isinstance(result, str) else result
 
 
 def _of_documents(f: CallFacts, packed: Packed) -> float:
-    computed = f.flat_heads * packed.tiles(f.n, f.offset[0], False).pairs / packed.rows
+    computed = f.flat_heads * packed.pairs(f.n, f.offset[0]) / packed.rows
     time = computed * PAIR_GRAD + CALL_GRAD if f.grad else computed * PAIR + f.flat_heads * f.n * QUERY + CALL
     return min(time, f.pairs * MAX_PAIR) if f.n * f.m >= MIN_PAIRS else time
 
@@ -113,7 +117,7 @@ def _of_documents(f: CallFacts, packed: Packed) -> float:
 def _computed(f: CallFacts) -> int:
     """The pairs of one head; of documents, of one head of all batch rows whose ids may differ."""
     if isinstance(f.pattern, Packed):
-        return f.pattern.tiles(f.n, f.offset[0], False).pairs * f.data_rows // f.pattern.rows
+        return f.pattern.pairs(f.n, f.offset[0]) * f.data_rows // f.pattern.rows
     return keys_visited(f.pattern, f.offset[0], f.m) if _decodes(f) else plan(*f.place).computed
 
 
@@ -126,8 +130,8 @@ def _visited(f: CallFacts) -> int:
 def _without_positions(f: CallFacts) -> CallFacts:
     """The same call without per-row query positions, if the kernels support those: one query per batch row, without
     gradients, and not under a compiler."""
-    taken = f.row_offsets and _decodes(f) and not f.grad and not f.observed
-    return replace(f, row_offsets=False) if taken else f
+    supported = f.row_offsets and _decodes(f) and not f.grad and not f.observed
+    return replace(f, row_offsets=False) if supported else f
 
 
 def _decodes(f: CallFacts) -> bool:
@@ -176,70 +180,20 @@ def _task_of(f: CallFacts) -> Task:
     return task(q, v, Options(f.pattern, *f.offset, f.factor, softcap=f.softcap))
 
 
-def _prepared_launches(f: CallFacts) -> Callable[..., Tensor]:
-    from .host import PreparedAttention
-
-    return PreparedAttention(_task_of(f), f.grad)
-
-
 def _run(call: Call, f: CallFacts) -> Outputs:
     if f.observed:
         return sparse_attention(call)
     bias = call.bias if isinstance(call.bias, ByDistance) else None
     table, slopes = (None, None) if bias is None else (bias.table, bias.slopes)
     seed = int(sample_seed()) if call.dropout_p else NO_SEED
-    options = Options(f.pattern, *f.offset, f.factor, call.dropout_p, call.softcap)
-    tensors = call.q, call.k, call.v, table, slopes, call.lengths, call.sink_logits
-    if f.grad or f.bias_grad or needs_grad(call.sink_logits):
-        return _Attend.apply(*tensors, seed, options)
     at = call.at if isinstance(call.at, Tensor) else None
-    return forward(tensors[:3], Extras(table, slopes, call.lengths, seed, at, sink=call.sink_logits), options)
+    options = Options(f.pattern, *f.offset, f.factor, call.dropout_p, call.softcap)
+    extras = Extras(table, slopes, call.lengths, seed, at, sink=call.sink_logits)
+    if not (f.grad or f.bias_grad or needs_grad(call.sink_logits)):
+        return forward((call.q, call.k, call.v), extras, options)
+    from .host import attend
 
-
-class _Attend(torch.autograd.Function):
-    """(q, k, v, table, slopes, lengths, sink) → (o, lse).
-
-    A sink has no value: the other gradients have the formula without it, applied to the lse and o that include it.
-    """
-
-    @staticmethod
-    def forward(ctx, *given):
-        *tensors, seed, options = given
-        q, k, v, table, slopes, lengths, sink = tensors
-        o, lse = forward((q, k, v), Extras(table, slopes, lengths, seed, sink=sink), options)
-        ctx.save_for_backward(*tensors, o, lse)
-        ctx.seed, ctx.options = seed, options
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, grad, grad_lse):
-        if grad is None and grad_lse is None:
-            return (None,) * 9
-        q, k, v, table, slopes, lengths, sink, o, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            if table is not None or slopes is not None or ctx.options.dropout_p:
-                raise BackendError(
-                    "double backward (create_graph=True) is not supported by backend='triton' with bias by distance "
-                    "or dropout; use backend='sdpa'"
-                )
-            pattern, start, step, scale, _, softcap = ctx.options
-            more = {"scale": scale, "softcap": softcap, "sink_logits": sink, "at": (start, step)}
-            call = Call(q, k, v, pattern, None, lengths, **more)
-            dq, dk, dv, *rest = reference_backend.gradients((grad, grad_lse), call)
-            return dq, dk, dv, None, None, None, *(rest or [None]), None, None
-        of_bias, of_sink = ctx.needs_input_grad[3] or ctx.needs_input_grad[4], None
-        learned = sink if ctx.needs_input_grad[6] else None
-        extras = Extras(table, slopes, lengths, ctx.seed, sink=learned)
-        *gradients, delta = backward((grad, grad_lse), (q, k, v, o, lse), extras, ctx.options, of_bias)
-        if learned is not None:
-            from .host import sink_gradient
-
-            if delta is None:
-                delta = torch.zeros_like(lse) if grad is None else (grad * o).sum(-1, dtype=lse.dtype)
-                delta = delta if grad_lse is None else delta - grad_lse
-            of_sink = sink_gradient(learned, lse, delta)
-        return *gradients, None, of_sink, None, None
+    return attend(task(call.q, call.v, options, extras), call.q, call.k, call.v, extras)
 
 
 def forward(qkv: Sequence[Tensor], extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
@@ -253,10 +207,8 @@ def forward(qkv: Sequence[Tensor], extras: Extras, options: Options) -> tuple[Te
 def backward(
     grads: tuple[Tensor | None, Tensor | None], saved: Any, extras: Extras, options: Options, of_bias: bool
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, table and slopes, of the last two only if `of_bias`; and delta, as host.backward has
-    it. saved: q, k, v, o, lse."""
+    """The gradients of q, k, v, table and slopes, of the last two only if `of_bias`. saved: q, k, v, o, lse."""
     from . import host
 
-    q, _, v, o, _ = saved
-    grad = torch.zeros_like(o) if grads[0] is None else grads[0]
-    return host.backward(saved, (grad, grads[1]), task(q, v, options, extras), extras, of_bias)
+    q, _, v, *_ = saved
+    return host.backward(saved, grads, task(q, v, options, extras), extras, of_bias)[:5]

@@ -113,22 +113,23 @@ def default(d_k: int, d_v: int, dtype: torch.dtype) -> Configs:
 PLAIN = Extras()
 
 
-def on_device(given: Extras, device: torch.device) -> Extras:
+def on_device(extras: Extras, device: torch.device) -> Extras:
     """The inputs as the kernels read them: contiguous, on this device, the bias in float32 and base 2."""
-    absent = given.table is given.slopes is given.lengths is given.at is None  # `==` of a tensor takes 20 µs
-    if absent and (given.sink is None or given.sink.is_contiguous()):
-        return given
-    table, slopes = (None if x is None else x.detach().float().mul(LOG2E).contiguous() for x in given[:2])
-    lengths, at = _integers(given.lengths, device), _integers(given.at, device)
-    sink = None if given.sink is None else given.sink.contiguous()
-    return Extras(table, slopes, lengths, given.seed, at, sink=sink)
+    # `==` of a tensor takes 20 µs.
+    absent = extras.table is extras.slopes is extras.lengths is extras.at is None
+    if absent and (extras.sink is None or extras.sink.is_contiguous()):
+        return extras
+    table, slopes = (None if x is None else x.detach().float().mul(LOG2E).contiguous() for x in extras[:2])
+    lengths, at = _integers(extras.lengths, device), _integers(extras.at, device)
+    sink = None if extras.sink is None else extras.sink.contiguous()
+    return Extras(table, slopes, lengths, extras.seed, at, sink=sink)
 
 
-def kinds_of_rows(given: Extras) -> tuple[int, bool, tuple[torch.dtype, ...], bool]:
+def kinds_of_rows(extras: Extras) -> tuple[int, bool, tuple[torch.dtype, ...], bool]:
     """`lengths`, `per_row`, `dtypes` and `has_sink` of a CallLayout."""
-    dtypes = tuple(x.dtype for x in (given.lengths, given.at, given.sink) if x is not None)
-    lengths = 0 if given.lengths is None else given.lengths.dim()
-    return lengths, given.at is not None, dtypes, given.sink is not None
+    dtypes = tuple(x.dtype for x in (extras.lengths, extras.at, extras.sink) if x is not None)
+    lengths = 0 if extras.lengths is None else extras.lengths.dim()
+    return lengths, extras.at is not None, dtypes, extras.sink is not None
 
 
 def _integers(x: Tensor | None, device: torch.device) -> Tensor | None:
@@ -183,8 +184,8 @@ class Task:
 
 @lru_cache(maxsize=256)
 def _task(options: Options, reach: int | None, has_slopes: bool, configs: Configs, is_default: bool) -> Task:
-    made = Task(*options, configs, reach, has_slopes)
-    return replace(made, configs=configs.without_caps()) if is_default and not made.plain else made
+    result = Task(*options, configs, reach, has_slopes)
+    return replace(result, configs=configs.without_caps()) if is_default and not result.plain else result
 
 
 def task(
@@ -197,9 +198,9 @@ def task(
     """The task, with the stored configuration of these widths unless one is given."""
     reach = None if extras.table is None else extras.table.shape[-1] // 2
     stored = default(q.shape[-1], v.shape[-1], q.dtype) if configs is None else configs
-    given = options, reach, extras.slopes is not None, stored, configs is None
+    arguments = options, reach, extras.slopes is not None, stored, configs is None
     # A cache would keep the tables of ids; their launches are found by the values of a task.
-    return (_task.__wrapped__ if isinstance(options.pattern, Packed) else _task)(*given)
+    return (_task.__wrapped__ if isinstance(options.pattern, Packed) else _task)(*arguments)
 
 
 # Shapes and strides
@@ -219,8 +220,8 @@ class Layout(NamedTuple):
 
     def like(self) -> "Layout":
         """The layout that torch.empty_like gives a tensor of this one."""
-        made = torch.empty_like(torch.empty_strided(self.shape, self.stride, device="meta"))
-        return self._replace(stride=made.stride())
+        result = torch.empty_like(torch.empty_strided(self.shape, self.stride, device="meta"))
+        return self._replace(stride=result.stride())
 
 
 def layout(x: Tensor) -> Layout:
@@ -285,6 +286,12 @@ class CallLayout(NamedTuple):
         of_bias = self.task.reach is not None, self.task.has_slopes
         of_rows = self.lengths > 0, self.per_row, self.has_sink
         return tuple(compress(OPTIONAL_INPUTS, (self.has_dlse, *of_bias, *of_rows)))
+
+
+def call_layout(task: Task, tensors: tuple[Tensor, ...], extras: Extras, *more: bool) -> CallLayout:
+    """Of q, k, v and, backward, o and its gradient; more: has_dlse, bias_gradient."""
+    q = tensors[0]
+    return CallLayout(task, tuple(map(layout, tensors)), q.dtype, q.device, *kinds_of_rows(extras), *more)
 
 
 # A backward pass in one launch takes the CPU 10 to 30 µs less than one in three, and the GPU longer: with heads of 64

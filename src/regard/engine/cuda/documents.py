@@ -12,7 +12,7 @@ Nothing here imports Triton before a call runs.
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from operator import and_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,33 +25,14 @@ from ...pattern.classification import intervals
 from ...pattern.clauses import conjuncts
 from ...progression import Ints
 from ..call import Cache, CallFacts, Place, eager
+from .mask import MEMBERS, Masks, distinct_rows, interval_mask_words
 
 if TYPE_CHECKING:
-    from .schedule import DevicePasses
+    from .schedule import DevicePasses, HopperSchedule
 
-MEMBERS = 64  # of a tile, and of a block
 WIDTHS = range(33, 257)  # of heads that the Hopper kernels take
-MAX_CACHED = 8  # ids whose tables are kept: those of a batch, one for each pattern beside them
-MAX_KEPT = 64  # tables and prepared launches of one of them
-
-
-class Tiles(NamedTuple):
-    """Tiles of neighboring members that have partners, those of all batch rows one after the other."""
-
-    row: Ints
-    first: Ints  # of the members of a tile, in its row
-    size: Ints
-    begin: Ints  # of the partners of any of its members
-    end: Ints
-    ends: Ints  # of its blocks of partners: first those that need no mask
-    blocks: NDArray[np.int32]
-    masks: NDArray[np.int32]  # the words of the masks
-    covers: bool  # every member is in a tile
-
-    @property
-    def pairs(self) -> int:
-        """That are computed, of all batch rows."""
-        return int((self.size * (self.end - self.begin)).sum())
+MAX_CACHED_IDS = 8  # ids whose tables are kept: those of a batch, one for each pattern beside them
+MAX_CACHED = 64  # tables and prepared launches of one of them
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,35 +41,40 @@ class Packed(Both):
 
     first: Ints  # (rows, m): where the document of each key begins; of each batch row, or of all
     end: Ints  # … and ends
-    kept: Cache = field(default_factory=lambda: Cache(MAX_KEPT))  # what belongs to these ids
+    cache: Cache = field(default_factory=lambda: Cache(MAX_CACHED))  # what belongs to these ids
 
     @property
     def rows(self) -> int:
         """How many batch rows have tables of their own; 1: all have the same."""
         return len(self.first)
 
-    def tiles(self, n: int, start: int, by_keys: bool) -> Tiles:
-        key = "tiles", n, start, by_keys
-        return self.kept.get(key) or self.kept.put(key, _cut(*self._intervals(n, start, by_keys)))
+    def schedule(self, n: int, start: int, by_keys: bool) -> "tuple[HopperSchedule, bool]":
+        """The tiles of all batch rows, row after row, on the host; and whether every member is in a tile."""
+        key = "schedule", n, start, by_keys
+        return self.cache.get(key) or self.cache.put(
+            key, _schedule(len(self.first), *self._intervals(n, start, by_keys))
+        )
+
+    def pairs(self, n: int, start: int) -> int:
+        """That are computed for one head of all batch rows."""
+        return self.schedule(n, start, False)[0].masks.pairs
 
     def passes(self, place: Place, by_keys: bool, device: torch.device, *programs: int) -> "DevicePasses":
         """programs: the number of heads whose tiles these are, and of programs that run at the same time."""
-        from .schedule import ITEM, DevicePass, DevicePasses, Schedule
-        from .tile_lists import Masks
+        from .schedule import DevicePass, DevicePasses
         from .work_split import shares_tiles
 
-        tiles, key = self.tiles(place[1], place[3], by_keys), ("work", *place[1:], by_keys, device)
-        if not len(tiles.blocks):
-            return DevicePasses((), tiles.covers)
-        if (work := self.kept.get(key)) is None:
-            none, words = torch.zeros((0, ITEM), dtype=torch.int32), torch.from_numpy(tiles.masks).to(device)
-            work = Schedule(
-                pattern=full(), items=none, blocks=torch.from_numpy(tiles.blocks), joins=none, segments=1,
-                ragged=True, slots=0, ends=tiles.ends, masks=Masks(words), rows=self.rows, row=tiles.row,
-            )  # fmt: skip
-            self.kept.put(key, work)
-        work = replace(work, slots=1) if shares_tiles(work, *programs) else work
-        return DevicePasses((DevicePass(work, None, False, False),), tiles.covers)
+        (on_host, covers), key = (
+            self.schedule(place[1], place[3], by_keys),
+            ("work", *place[1:], by_keys, device),
+        )
+        if not len(on_host.blocks):
+            return DevicePasses((), covers)
+        if (work := self.cache.get(key)) is None:
+            masks = replace(on_host.masks, words=on_host.masks.words.to(device))
+            work = self.cache.put(key, replace(on_host, masks=masks))
+        work = replace(work, split=True) if shares_tiles(work, *programs) else work
+        return DevicePasses((DevicePass(work, None, False, False),), covers)
 
     def _intervals(self, n: int, start: int, by_keys: bool) -> tuple[Ints, Ints, Ints]:
         """Of each query, or each key: where its document begins, its first partner, the end of its partners. Neither
@@ -99,9 +85,9 @@ class Packed(Both):
             inside = np.clip(i, 0, m - 1)
             first = np.where(i < 0, -1, np.where(i < m, first[:, inside], m))
             end = np.where(i < 0, 0, end[:, inside])  # beyond the ids, no interval ends after it begins
-        found = _bounds(self.right, n, m, start)
-        assert found is not None
-        low, high = np.maximum(first, found[0]), np.minimum(end, found[1])
+        bounds = _bounds(self.right, n, m, start)
+        assert bounds is not None
+        low, high = np.maximum(first, bounds[0]), np.minimum(end, bounds[1])
         return (self.first, _up_to(high, m), _up_to(low, m)) if by_keys else (first, low, high)
 
 
@@ -115,19 +101,19 @@ def _up_to(ends: Ints, m: int) -> Ints:
 @lru_cache(maxsize=64)
 def _bounds(band: Pattern, n: int, m: int, start: int) -> tuple[Ints, Ints] | None:
     """The first key of each query and the end of its keys, if they are one interval whose ends never decrease."""
-    found = intervals(band, np.arange(start, start + n), m)
-    if found is None or any((np.diff(x) < 0).any() for x in found):
+    ends = intervals(band, np.arange(start, start + n), m)
+    if ends is None or any((np.diff(x) < 0).any() for x in ends):
         return None
-    return np.clip(found[0], 0, m), np.clip(found[1] + 1, 0, m)
+    return np.clip(ends[0], 0, m), np.clip(ends[1] + 1, 0, m)
 
 
 # Tables
 
 
-def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
-    """Members in tiles: a document from its beginning on, short ones together as far as they fit."""
-    from .schedule import BEGINS, TESTED, WIDTH
-    from .tile_lists import _distinct
+def _schedule(rows: int, document: Ints, low: Ints, high: Ints) -> "tuple[HopperSchedule, bool]":
+    """As Packed.schedule. A tile has members of a document from its beginning on, or short ones as far as they fit;
+    it has none without partners. The blocks of a tile that need no mask come first."""
+    from .schedule import BEGINS, TESTED, WIDTH, HopperSchedule, ranks
 
     length, total = document.shape[1], document.size
     edges = np.append(np.flatnonzero(_begins(document)), total)
@@ -140,22 +126,22 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
         runs, after = np.append(runs, after[runs]), after[after]
     runs = edges[runs[: runs.searchsorted(count)]]
     tiles = (np.append(runs[1:], total) - runs + MEMBERS - 1) // MEMBERS
-    first = np.repeat(runs, tiles) + MEMBERS * _nth(tiles)
+    first = np.repeat(runs, tiles) + MEMBERS * ranks(tiles)
     last = np.append(first[1:], total) - 1
     # The first partner of each member and the end of its partners. A member past the end of its tile is in a later
     # document, or there is none, so it has no partners in the tile's blocks; its results are not used.
     partners = np.full((2, total + MEMBERS), max(length, int(high[-1, -1])), dtype=np.int32)
     partners[0, :total], partners[1, :total] = low.ravel(), high.ravel()
     (begin, earliest), (latest, end) = partners[:, first], partners[:, last]
-    covers, *given = bool((end > begin).all()), first, last, begin, end, earliest, latest
-    first, last, begin, end, earliest, latest = given if covers else (x[end > begin] for x in given)
+    covers, *numbers = bool((end > begin).all()), first, last, begin, end, earliest, latest
+    first, last, begin, end, earliest, latest = numbers if covers else (x[end > begin] for x in numbers)
     blocks, before = (end - begin + MEMBERS - 1) // MEMBERS, (latest - begin + MEMBERS - 1) // MEMBERS
     plain = np.maximum((earliest - begin) // MEMBERS - before, 0)  # after `before` masked ones
-    row, ends = first // length, np.cumsum(blocks)
+    row, before_tile = first // length, np.cumsum(blocks) - blocks
 
     words = np.zeros((len(first), WIDTH + 4), dtype=np.int32)  # and numbers of the tile
     words[:, 0], words[:, 1], words[:, 8], words[:, 9] = begin, 1, end - begin, 256 * (last - first + 1)
-    words[:, 10], words[:, 11], words[:, 12], words[:, 13] = first - length * row, 1, ends - blocks, plain
+    words[:, 10], words[:, 11], words[:, 12], words[:, 13] = first - length * row, 1, before_tile, plain
     words[:, 14], words[:, 15] = before * (plain > 0), first
     table = np.repeat(words, blocks, axis=0)
     nth, plain, before = np.arange(len(table), dtype=np.int32) - table[:, 12], table[:, 13], table[:, 14]
@@ -166,74 +152,53 @@ def _cut(document: Ints, low: Ints, high: Ints) -> Tiles:
     table[:, 9] += TESTED * masked + BEGINS * (nth == 0)
     key, until, member = table[masked][:, [0, 8, 15]].T[:, :, None]
     # From each member on, the ends of MEMBERS of them.
-    each = np.ndarray((2, total + 1, MEMBERS), np.int32, partners, 0, (*partners.strides, 4))
-    columns = np.minimum(np.maximum(each[:, member[:, 0]] - key, 0), until).astype(np.uint8)
-    distinct, numbers = _distinct(np.concatenate(columns, axis=1).view(np.int64))
-    table[masked, 8] += 256 * (1 + numbers.astype(np.int32))
+    following = np.ndarray((2, total + 1, MEMBERS), np.int32, partners, 0, (*partners.strides, 4))
+    columns = np.minimum(np.maximum(following[:, member[:, 0]] - key, 0), until).astype(np.uint8)
+    distinct, nth_mask = distinct_rows(np.concatenate(columns, axis=1).view(np.int64))
+    table[masked, 8] += 256 * (1 + nth_mask.astype(np.int32))
     no_pair = np.zeros((1, 2 * MEMBERS), dtype=np.uint8)  # the first mask
-    bits = _bits(np.concatenate([no_pair, distinct.view(np.uint8)]))
-    of_tiles = row, words[:, 10], last - first + 1, begin, end, ends
-    found: tuple[Any, ...] = *of_tiles, np.ascontiguousarray(table[:, :WIDTH]), bits, covers
-    return Tiles(*found)
+    bits = interval_mask_words(np.concatenate([no_pair, distinct.view(np.uint8)]))
+    masks = Masks(torch.from_numpy(bits), pairs=int(((last - first + 1) * (end - begin)).sum()))
+    on_host = torch.from_numpy(np.ascontiguousarray(table[:, :WIDTH]))
+    return HopperSchedule(on_host, blocks, masks, rows=rows, row=row), covers
 
 
 def _begins(rows: NDArray[np.integer]) -> NDArray[np.bool_]:
     """Whether a number differs from the one before it in its row."""
-    found = np.ones(rows.shape, dtype=bool)
-    np.not_equal(rows[:, 1:], rows[:, :-1], out=found[:, 1:])
-    return found
-
-
-def _nth(counts: Ints) -> Ints:
-    """0, 1, … for each of these counts."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-# The bits of the columns before x, by x.
-BELOW = np.array([(1 << x) - 1 for x in range(MEMBERS + 1)], dtype=np.uint64)
-TWO, *CLOSER = map(np.uint64, (0x0303030303030303, 0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF, 0xFFFFFFFF))
-
-
-def _bits(ends: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """`tile_lists._bits` of intervals. ends: of each mask, the first column of each row, then the end of each."""
-    of_rows = BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]]
-    of_pairs = of_rows.reshape(-1, 4, 2, 8, 1)  # rows 16 · x + y and 16 · x + y + 8
-    two = of_pairs >> 2 * np.arange(4, dtype=np.uint64) & TWO  # of each eight columns
-    bits = two[:, :, 0] | two[:, :, 1] << np.uint64(2)
-    for shift, mask in zip((4, 8, 16), CLOSER):  # four bits of each byte, moved next to one another
-        bits = (bits | bits >> np.uint64(shift)) & mask
-    return bits.astype(np.uint32).view(np.int32).reshape(len(ends), -1)
+    differs = np.ones(rows.shape, dtype=bool)
+    np.not_equal(rows[:, 1:], rows[:, :-1], out=differs[:, 1:])
+    return differs
 
 
 # Which calls
 
 # By the tensor of ids and how often it was written, with the tensor, so that its id stays its own; and by contents.
-_by_tensor, _by_contents = Cache(MAX_CACHED), Cache(MAX_CACHED)
+_by_tensor, _by_contents = Cache(MAX_CACHED_IDS), Cache(MAX_CACHED_IDS)
 
 
 def read(f: CallFacts) -> Packed | str:
     """The pattern of a call, after reading its ids, or why the kernels cannot run it."""
     factors = conjuncts(f.pattern)
     words = [x for x in factors if isinstance(x, documents)]
-    rest = [x for x in factors if not isinstance(x, documents)]
-    if len(words) != 1 or any(x.has_data for x in rest):
+    others = [x for x in factors if not isinstance(x, documents)]
+    if len(words) != 1 or any(x.has_data for x in others):
         return f"{f.pattern!r} carries data, which no progression describes"
-    band: Pattern = reduce(and_, rest) if rest else full()
+    band: Pattern = reduce(and_, others) if others else full()
     ids = words[0].ids
     if reason := _unsupported(f, ids):
         return reason
     if _bounds(band, f.n, f.m, f.offset[0]) is None:
         return f"{f.pattern!r}: beside documents, kernels take a band of i − j (causal, a window, or both)"
     version = compat.version(ids)
-    if version is not None and (found := _by_tensor.get((id(ids), version, band))):
-        return found[0]
+    if version is not None and (cached := _by_tensor.get((id(ids), version, band))):
+        return cached[0]
     if ids.is_cuda and compat.stream_is_capturing():
         return "the ids of documents cannot be read while a CUDA graph is captured; call it once before"
     data = ids.detach().cpu().numpy()
     contents = data.tobytes(), data.dtype.str, data.shape, band, ids.device
-    if (made := _by_contents.get(contents)) is None:
-        made = _by_contents.put(contents, _packed(ids, band, data))
-    return made if version is None else _by_tensor.put((id(ids), version, band), (made, ids))[0]
+    if (packed := _by_contents.get(contents)) is None:
+        packed = _by_contents.put(contents, _packed(ids, band, data))
+    return packed if version is None else _by_tensor.put((id(ids), version, band), (packed, ids))[0]
 
 
 def _packed(ids: Tensor, band: Pattern, data: NDArray[np.integer]) -> Packed | str:

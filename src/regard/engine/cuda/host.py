@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ... import compat
-from ..call import Cache, Call, Extras
+from ...errors import BackendError
+from ..call import NO_SEED, Cache, Call, Extras
 from ..reference_backend import gradients
 from . import launches
-from .call import PLAIN, CallLayout, Task, kinds_of_rows, layout, on_device, padded
+from .call import PLAIN, CallLayout, Task, call_layout, kinds_of_rows, on_device, padded
 from .documents import Packed
 from .prepared import PREPARED, current_device, raw_stream
 
@@ -21,72 +23,77 @@ from .prepared import PREPARED, current_device, raw_stream
 
 
 def _launches_of(task: Task) -> Cache:
-    return task.pattern.kept if isinstance(task.pattern, Packed) else PREPARED
+    return task.pattern.cache if isinstance(task.pattern, Packed) else PREPARED
 
 
-def _once_per_layout(make: Callable[[CallLayout], Any]) -> Callable[[CallLayout], Any]:
-    def find(call: CallLayout) -> Any:
-        cache, key = _launches_of(call.task), (make, *call)
+def _cached_by_layout(prepare: Callable[[CallLayout], Any]) -> Callable[[CallLayout], Any]:
+    def lookup(call: CallLayout) -> Any:
+        cache, key = _launches_of(call.task), (prepare, *call)
         if cache is not PREPARED:  # it belongs to ids: no key refers to their pattern, which refers to it
-            key = make, *tuple(vars(call.task).values())[1:], *call[1:]
-        found = cache.get(key)
-        return cache.put(key, make(call)) if found is None else found
+            key = prepare, *tuple(vars(call.task).values())[1:], *call[1:]
+        cached = cache.get(key)
+        return cache.put(key, prepare(call)) if cached is None else cached
 
-    return find
+    return lookup
 
 
-@_once_per_layout
+@_cached_by_layout
 def prepared_forward(call: CallLayout) -> Callable[..., tuple[Tensor, Tensor]]:
     """(q, k, v, extras, spare_lse) → (o, lse)."""
     passes, program = launches.forward(call)
-    b, h, _, n, _, _, d_v = call.sizes
-    shape, dtype, device = (b, h, n, d_v), call.dtype, call.device
-    like, run, plain = torch.empty_like, program.run, not call.optional_inputs
-    covers, strides, o_is_like_q = passes.covers, call.output.stride, call.tensors[0] == call.output
-    rows = torch.empty(shape[:3], device=device)
-    rows.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
+    shape, device, strides = call.output.shape, call.device, call.output.stride
+    empty_output = partial(torch.empty_strided, shape, strides, dtype=call.dtype, device=device)
+    empty_like, run, plain = torch.empty_like, program.run, not call.optional_inputs
+    covers, o_is_like_q = passes.covers, call.tensors[0] == call.output
+    lse_like = torch.empty(shape[:3], device=device)
+    lse_like.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
     # A kernel that continues from an earlier pass reads lse, so the spare tensor cannot be used.
-    accumulates, joined = passes.joins, not call.has_sink or launches.joins_sink(call, passes)
+    reads_lse, joined = passes.accumulate, not call.has_sink or launches.joins_sink(call, passes)
 
     def forward(q, k, v, extras, spare_lse=None):
         if covers:
-            o = like(q) if o_is_like_q else torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            lse = like(rows) if spare_lse is None or accumulates else spare_lse
+            o = empty_like(q) if o_is_like_q else empty_output()
+            lse = empty_like(lse_like) if spare_lse is None or reads_lse else spare_lse
         else:
-            o = torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+            o = empty_output().zero_()
             lse = torch.full(shape[:3], -torch.inf, device=device)
-        given = () if plain else _present(*extras[:3], extras.at, extras.sink)
-        run((q, k, v, o, lse, *given), extras.seed)
+        inputs = () if plain else _present(*extras[:3], extras.at, extras.sink)
+        run((q, k, v, o, lse, *inputs), extras.seed)
         return (o, lse) if joined else join_sink(o, lse, extras.sink)
 
     return forward
 
 
-@_once_per_layout
+@_cached_by_layout
 def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ...]]:
-    """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; also of table and slopes if the bias is learned; and if the
-    sink is learned, delta (Σ do ∘ o − dlse), if the kernels give it."""
+    """((q, k, v, o, do, lse), dlse, extras) → the gradients of q, k and v; if the call has other inputs, also those
+    of table, slopes and sink, None for what needs none."""
     outputs, program = launches.backward(call)
-    run, learned = program.run, call if call.bias_gradient else None
-    if not call.bias_gradient and not call.optional_inputs:
+    run, plain = program.run, not call.bias_gradient and not call.optional_inputs
+    learned = call if call.bias_gradient else None  # no reference to ids, whose cache refers to this function
 
-        def backward(tensors, dlse, extras):
-            grads = outputs(tensors)
-            run((*tensors, *grads), extras.seed)
-            return grads
-
-    else:
-
-        def backward(tensors, dlse, extras):
-            out = outputs(tensors)
-            run((*tensors, *_present(dlse, *extras[:3], extras.sink), *out), extras.seed)
-            return out if learned is None else (*out[:3], *launches.bias_gradients(learned, out[3:]))
+    def backward(tensors, dlse, extras):
+        results = outputs(tensors)
+        inputs = () if plain else _present(dlse, *extras[:3], extras.sink)
+        run((*tensors, *inputs, *results), extras.seed)
+        if plain:
+            return results
+        dq, dk, dv, *sums = results
+        of_bias: tuple[Tensor | None, ...] = (None, None)
+        if learned is not None:
+            of_bias, sums = launches.bias_gradients(learned, sums), []
+        dsink = None if extras.sink is None else sink_gradient(extras.sink, tensors[3:], dlse, *sums)
+        return dq, dk, dv, *of_bias, dsink
 
     return backward
 
 
-def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """From lse with the sink in it, and delta = Σ do ∘ o − dlse."""
+def sink_gradient(sink: Tensor, tensors: Any, dlse: Tensor | None, delta: Tensor | None = None) -> Tensor:
+    """tensors: o, do and lse, with the sink in o and lse; delta: Σ do ∘ o − dlse, if the kernels give it."""
+    o, do, lse = tensors
+    if delta is None:
+        delta = (do * o).sum(-1, dtype=lse.dtype)
+        delta = delta if dlse is None else delta - dlse
     weights = (sink.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, -torch.inf).exp_()
     return -(weights * delta).sum((0, 2)).to(sink.dtype)
 
@@ -123,42 +130,40 @@ def forward(
         return (o, lse) if extras.sink is None else join_sink(o, lse, extras.sink)
     d_v = v.shape[-1]
     q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v, _min_value_width(q))
-    layouts, extras = (layout(q), layout(k), layout(v)), on_device(extras, q.device)
-    call = CallLayout(task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
+    extras = on_device(extras, q.device)
     with _device_of(q):
-        o, lse = prepared_forward(call)(q, k, v, extras)
+        o, lse = prepared_forward(call_layout(task, (q, k, v), extras))(q, k, v, extras)
     return _narrowed(o, d_v), lse
 
 
 def backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    grads: tuple[Tensor, Tensor | None],
+    grads: tuple[Tensor | None, Tensor | None],
     task: Task,
     extras: Extras = PLAIN,
     bias_gradient: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and, if `bias_gradient`, of table and slopes; and for the gradient of a sink
-    delta = Σ do ∘ o − dlse, which is None if the kernels do not give it.
+    """The gradients of q, k, v, of table and slopes if `bias_gradient`, and of a sink in `extras`; otherwise None.
 
-    saved: q, k, v, o, lse. grads: of o, and of lse or None.
+    saved: q, k, v, o, lse. grads: of o and of lse; None: it has no gradient.
     """
     (q, k, v, o, lse), (do, dlse) = saved, grads
+    do = torch.zeros_like(o) if do is None else do
     if not q.numel() or not k.numel():
-        return *(None if x is None else torch.zeros_like(x) for x in (q, k, v, *extras[:2])), None
+        of_sink = None if extras.sink is None else sink_gradient(extras.sink, (o, do, lse), dlse)
+        return *(None if x is None else torch.zeros_like(x) for x in (q, k, v, *extras[:2])), of_sink
     d_k, d_v, least = q.shape[-1], v.shape[-1], _min_value_width(q)
     q, k = aligned_rows(q), aligned_rows(k)
     v, o, do = (aligned_rows(x, least) for x in (v, o, do))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    layouts = tuple(map(layout, (q, k, v, o, do)))
-    given = on_device(extras, q.device)
-    kinds = *kinds_of_rows(given), dlse is not None, bias_gradient
-    run = prepared_backward(CallLayout(task, layouts, q.dtype, q.device, *kinds))
+    inputs = on_device(extras, q.device)
+    run = prepared_backward(call_layout(task, (q, k, v, o, do), inputs, dlse is not None, bias_gradient))
     with _device_of(q):
-        made = run((q, k, v, o, do, lse), dlse, given)
-    dq, dk, dv = (_narrowed(x, d) for x, d in zip(made[:3], (d_k, d_k, d_v)))
-    if not bias_gradient:
-        return dq, dk, dv, None, None, made[3] if len(made) > 3 else None
-    return dq, dk, dv, *map(_like_parameter, made[3:], extras[:2]), None
+        dq, dk, dv, *others = run((q, k, v, o, do, lse), dlse, inputs)
+    dtable, dslopes, of_sink = others or (None, None, None)
+    if bias_gradient:
+        dtable, dslopes = map(_like_parameter, (dtable, dslopes), extras[:2])
+    return _narrowed(dq, d_k), _narrowed(dk, d_k), _narrowed(dv, d_v), dtable, dslopes, of_sink
 
 
 def _narrowed(x: Tensor, d: int) -> Tensor:
@@ -173,11 +178,11 @@ def _like_parameter(gradient: Tensor | None, parameter: Tensor | None) -> Tensor
 
 def aligned_rows(x: Tensor, min_width: int = 1) -> Tensor:
     """x, or a copy of it, with contiguous rows that begin and end at multiples of 16 bytes."""
-    whole = 16 // x.element_size()
-    if short := max(-x.shape[-1] % whole, min_width - x.shape[-1]):
-        return F.pad(x, (0, short))
+    unit = 16 // x.element_size()
+    if padding := max(-x.shape[-1] % unit, min_width - x.shape[-1]):
+        return F.pad(x, (0, padding))
     a, b, c, last = x.stride()
-    aligned = min(a, b, c) >= 0 and not (a % whole or b % whole or c % whole or x.storage_offset() % whole)
+    aligned = min(a, b, c) >= 0 and not (a % unit or b % unit or c % unit or x.storage_offset() % unit)
     return x if last == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -209,28 +214,33 @@ class PreparedAttention:
     (q, k, v, lengths, at, sink) → o: integers per batch row (`at` without gradients), and a number per head.
     """
 
-    def __init__(self, task: Task, learns: bool):
-        self.task, self.learns, self.token = task, learns, object()
+    def __init__(self, task: Task, learns: bool, repeats: bool = True):
+        """repeats: launches are cached by the strides of the tensors. If not, `attend` runs one call of any kind."""
+        self.task, self.learns, self.token = task, learns, object() if repeats else None
         self.launches = _launches_of(task)
-        self.find = self.launches.get
+        self.lookup = self.launches.get
         # Receives the lse of calls without gradients, which is never read. It is used only on the stream it was
         # created on, and not in a CUDA graph: a kernel could still write to it after its memory was reused.
         self.spare: Tensor | None = None
         self.stream = -1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Tensor:
-        lengths, at, sink = rows or (None, None, None)
+        if not rows:
+            return _apply(q, k, v, self) if self.learns else self.forward(q, k, v)[0]
+        lengths, at, sink = rows
         if self.learns:
-            return _apply(q, k, v, sink, lengths, self)
-        return self.forward(q, k, v, Extras(lengths=lengths, at=at, sink=sink) if rows else PLAIN)[0]
+            return _apply(q, k, v, self, None, None, lengths, NO_SEED, sink)
+        return self.forward(q, k, v, Extras(lengths=lengths, at=at, sink=sink))[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = PLAIN) -> tuple[Tensor, Tensor, Any]:
         """o, lse, and the key under which the backward pass finds its launches."""
+        if self.token is None:
+            return *forward(q, k, v, self.task, extras), None
         key: tuple[Any, ...] = self.token, q.stride(), k.stride(), v.stride()
         if extras is not PLAIN:
             extras = on_device(extras, q.device)
             key = *key, *kinds_of_rows(extras)
-        run, token = self.find(key, _UNKNOWN)
+        run, token = self.lookup(key, _UNKNOWN)
         aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         if run is not None and aligned and _on_current_device(q):
             spare = self.spare
@@ -240,29 +250,32 @@ class PreparedAttention:
             return o, lse, token
         token = None
         if _readable(q, k, v):
-            layouts = layout(q), layout(k), layout(v)
-            call = CallLayout(self.task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
-            _, token = self.launches.put(key, (prepared_forward(call), object()))
+            run = prepared_forward(call_layout(self.task, (q, k, v), extras))
+            _, token = self.launches.put(key, (run, object()))
         o, lse = forward(q, k, v, self.task, extras)
         if not self.learns and lse.numel() <= MAX_SPARE and not _in_graph(q):
             self.spare, self.stream = lse, _stream(q)
         return o, lse, token
 
     def backward(
-        self, token: Any, saved: tuple[Tensor, ...], do: Tensor, extras: Extras = PLAIN
+        self, token: Any, saved: Any, grads: Any, extras: Extras = PLAIN, bias_gradient: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of q, k and v; and for that of a sink delta, if the kernels give it. saved: q, k, v, o, lse,
-        with the strides they had forward."""
-        (q, k, v, o, lse), key = saved, (token, do.stride(), extras.sink is None)
-        run = None if token is None else self.find(key)
-        if run is not None and not do.data_ptr() & 15 and _on_current_device(do):
-            return run((q, k, v, o, do, lse), None, extras)
-        if token is not None and _readable(q, k, v, o, do):
-            layouts = tuple(map(layout, (q, k, v, o, do)))
-            call = CallLayout(self.task, layouts, q.dtype, q.device, *kinds_of_rows(extras))
-            self.launches.put(key, prepared_backward(call))
-        *grads, _, _, delta = backward((q, k, v, o, lse), (do, None), self.task, extras)
-        return *grads, *_present(delta)
+        """As `backward`, without the last three if no input needs them; saved: with the strides they had forward."""
+        if token is not None:
+            (q, k, v, o, lse), (do, dlse) = saved, grads
+            extras = extras if extras is PLAIN else on_device(extras, q.device)
+            key = token, do.stride(), extras.sink is None
+            run = self.lookup(key)
+            if run is not None and not do.data_ptr() & 15 and _on_current_device(do):
+                return run((q, k, v, o, do, lse), dlse, extras)
+            if _readable(q, k, v, o, do):
+                self.launches.put(key, prepared_backward(call_layout(self.task, (q, k, v, o, do), extras)))
+        return backward(saved, grads, self.task, extras, bias_gradient)
+
+
+def attend(task: Task, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+    """As `forward`, with gradients."""
+    return _apply(q, k, v, PreparedAttention(task, True, repeats=False), *extras[:4], extras.sink)
 
 
 def _stream(x: Tensor) -> int:
@@ -290,39 +303,60 @@ def _readable(*tensors: Tensor) -> bool:
     return fit and _on_current_device(tensors[0])
 
 
-class _Repeated(torch.autograd.Function):
+class _Attend(torch.autograd.Function):
+    """(q, k, v) → o, or (q, k, v, table, slopes, lengths, seed, sink) → o; and lse, if the call is not repeated.
+
+    A sink has no value: the other gradients have the formula without it, applied to the lse and o that include it.
+    """
+
     @staticmethod
-    def forward(ctx, q, k, v, sink, lengths, attention):
-        extras = PLAIN if sink is lengths is None else Extras(lengths=lengths, sink=sink)
-        o, lse, ctx.token = attention.forward(q, k, v, extras)
-        ctx.save_for_backward(q, k, v, o, lse, sink, lengths)
+    def forward(ctx, q, k, v, attention, *inputs):
         ctx.attention = attention
-        return o
+        if not inputs:
+            o, lse, ctx.token = attention.forward(q, k, v)
+            ctx.save_for_backward(q, k, v, o, lse)
+            return o
+        table, slopes, lengths, ctx.seed, sink = inputs
+        o, lse, ctx.token = attention.forward(q, k, v, Extras(table, slopes, lengths, ctx.seed, sink=sink))
+        ctx.save_for_backward(q, k, v, o, lse, table, slopes, lengths, sink)
+        if attention.token is not None:
+            return o
+        ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
-    def backward(ctx, grad):
-        tensors = ctx.saved_tensors
-        saved, (sink, lengths) = tensors[:5], tensors[5:]
+    def backward(ctx, do, dlse=None):
+        attention, tensors, grads = ctx.attention, ctx.saved_tensors, (do, dlse)
+        if do is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
         if _grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            (q, k, v, _, _), task = saved, ctx.attention.task
-            terms = {
-                "scale": task.scale,
-                "softcap": task.softcap,
-                "sink_logits": sink,
-                "at": (task.start, task.step),
-            }
-            found = gradients((grad, None), Call(q, k, v, task.pattern, None, lengths, **terms))
-            return *found, *(None,) * (6 - len(found))
-        if sink is lengths is None:
-            return *ctx.attention.backward(ctx.token, saved, grad), None, None, None
-        learned = sink if ctx.needs_input_grad[3] else None
-        extras = on_device(Extras(lengths=lengths, sink=learned), grad.device)
-        dq, dk, dv, *delta = ctx.attention.backward(ctx.token, saved, grad, extras)
-        if learned is None:
-            return dq, dk, dv, None, None, None
-        o, lse = saved[3:]
-        delta = delta[0] if delta else (grad * o).sum(-1, dtype=lse.dtype)
-        return dq, dk, dv, sink_gradient(sink, lse, delta), None, None
+            results = _differentiable_gradients(grads, attention.task, *tensors)
+        elif len(tensors) == 5:
+            results = attention.backward(ctx.token, tensors, grads)
+        else:
+            *saved, table, slopes, lengths, sink = tensors
+            _, _, _, _, of_table, of_slopes, _, _, of_sink = ctx.needs_input_grad
+            extras = Extras(table, slopes, lengths, ctx.seed, sink=sink if of_sink else None)
+            results = attention.backward(ctx.token, saved, grads, extras, of_table or of_slopes)
+        if len(tensors) == 5:
+            return *results[:3], None
+        dq, dk, dv, dtable, dslopes, dsink = results if len(results) == 6 else (*results, None, None, None)
+        return dq, dk, dv, None, dtable, dslopes, None, None, dsink
 
 
-_apply = compat.apply_of(_Repeated)
+_apply = compat.apply_of(_Attend)  # under transforms of torch.func, calls run in compiled_ops
+
+
+def _differentiable_gradients(grads: Any, task: Task, *saved: Any) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, table, slopes and sink, by the formula."""
+    q, k, v, _, _, *inputs = saved
+    table, slopes, lengths, sink = inputs or (None,) * 4
+    if table is not None or slopes is not None or task.dropout_p:
+        raise BackendError(
+            "double backward (create_graph=True) is not supported by backend='triton' with bias by distance "
+            "or dropout; use backend='sdpa'"
+        )
+    terms = task.scale, task.softcap, sink
+    call = Call(q, k, v, task.pattern, None, lengths, None, *terms, at=(task.start, task.step))
+    dq, dk, dv, *dsink = gradients(grads, call)
+    return dq, dk, dv, None, None, *(dsink or [None])

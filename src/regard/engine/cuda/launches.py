@@ -13,7 +13,7 @@ from .call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, 
 from .mask import compiled, runs
 from .prepared import Arguments, Backward, Launch, Program
 from .schedule import DevicePass, DevicePasses, device_passes
-from .tile_lists import tables
+from .tile_lists import one_launch_tables
 from .triton.backward import FOR_KEYS, FOR_QUERIES, bias_kernel, gradients_kernel, sum_kernel
 from .triton.forward import SLOPES, TABLE, Static, decode_kernel, forward_kernel, merge_kernel, static
 
@@ -34,43 +34,43 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     config, (q, k, v), o = call.configs.forward, call.tensors[:3], call.output
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
     if takes_hopper(call):
-        from .hopper.launches import forward as launches_of  # it imports Gluon
+        from .hopper.launches import forward as hopper_launches  # it imports Gluon
 
-        route, launches, workspace = launches_of(call)
+        passes, launches, workspace = hopper_launches(call)
         zeroed = workspace["counters"] > 0
-        return route, Program(inputs, launches, workspace, call.device, zeroed=zeroed)
-    route = passes(call, config, False)
+        return passes, Program(inputs, launches, workspace, call.device, zeroed=zeroed)
+    passes = device_passes(call.place, config, False, call.device)
     wide, launches = exceeds_int32(q, k, v, o), []
-    for step in route.steps:
+    for step in passes.steps:
         attend = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides,
-            h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
-            S=_static(call, step, config, wide)._replace(SINKS=joins_sink(call, route)),
+            h, b * h, h // h_kv, n, task.start, task.step, *_score_factors(call),
+            S=_static(call, step, config, wide)._replace(SINKS=joins_sink(call, passes)),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", *PARTS, *TERMS, "sink", step.work.items, step.work.blocks
-        launches += [(attend, names), _merge(o, step.work.joins, config, (task.start, task.step), step)]
-    parts = config.tile * max((step.work.slots for step in route.steps), default=0)
-    return route, Program(inputs, launches, _parts(b * h * parts, d_v), call.device)
+        launches += [(attend, names), merge_parts(o, step.work.joins, config, (task.start, task.step), step)]
+    parts = config.tile * max((step.work.slots for step in passes.steps), default=0)
+    return passes, Program(inputs, launches, parts_workspace(b * h * parts, d_v), call.device)
 
 
-def _parts(rows: int, d_v: int) -> dict[str, int]:
+def parts_workspace(rows: int, d_v: int) -> dict[str, int]:
     """The workspace for the parts of split tiles, if those of all heads have so many rows."""
     return dict(zip(PARTS, (rows * padded(d_v), rows)))
 
 
-def _merge(
-    out: Layout, joins: Tensor, config: Config, at: tuple[int, int], step: DevicePass | None = None,
+def merge_parts(
+    out: Layout, joins: Tensor, config: Config, query_offset: tuple[int, int], step: DevicePass | None = None,
     early: bool = False,
 ) -> tuple[Launch, Arguments]:  # fmt: skip
-    """Merges the parts of split tiles. at: start and step of the queries; step: None if there is no pass before.
+    """Merges the parts of split tiles. query_offset: start and step; step: None if there is no pass before.
 
     early: it may start before the kernel that writes the parts has ended.
     """
-    b, h, n, d_v = out.shape
+    (b, h, n, d_v), keep = out.shape, None if step is None else compiled(step.keep)
     launch = Launch(
-        merge_kernel, len(joins) * b * h * (config.tile // MERGED), config, *out.strides, h, b * h, n, *at,
-        keep=_kept(step), R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), WIDE=exceeds_int32(out),
+        merge_kernel, len(joins) * b * h * (config.tile // MERGED), config, *out.strides, h, b * h, n, *query_offset,
+        keep=keep, R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), WIDE=exceeds_int32(out),
         ACCUMULATES=step is not None and step.accumulates, EARLY=early, early=early,
     )  # fmt: skip
     return launch, ("o", "lse", *PARTS, joins)
@@ -85,7 +85,7 @@ def decode(call: CallLayout) -> Program | None:
     rows, heads, group = max(16, padded(h // h_kv)), b * h_kv, h // h_kv
     config = Config(rows, 32 if max(d_k, d_v) > 128 or call.dtype == torch.float32 else 64, 4, 3)
     blocks = -(-keys_visited(task.pattern, m - 1 if call.per_row else task.start, m) // config.block)
-    pieces = max(1, min(2 * _multiprocessors(call.device) // heads, -(-blocks // PIECE)))
+    pieces = max(1, min(2 * multiprocessors(call.device) // heads, -(-blocks // PIECE)))
     early = pieces > 1 and is_hopper(call.device)
     sizes = static(task.pattern, config, call)._replace(
         SPLIT=pieces > 1, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=exceeds_int32(k, v),
@@ -94,15 +94,15 @@ def decode(call: CallLayout) -> Program | None:
     )  # fmt: skip
     launch = Launch(
         decode_kernel, heads * pieces, config, *q.strides[:2], *k.strides, *v.strides,
-        h_kv, heads, m, task.start, pieces, *_numbers(call)[:2], S=sizes,
+        h_kv, heads, m, task.start, pieces, *_score_factors(call)[:2], S=sizes,
     )  # fmt: skip
     launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, "lengths", "at", "sink"))]
     if pieces > 1:
         join = torch.tensor([[0, 1, group, 0, pieces, 0, 0, 0]], dtype=torch.int32, device=call.device)
-        launches.append(_merge(contiguous(b, h_kv, group, d_v), join, config, (0, 0), early=early))
+        launches.append(merge_parts(contiguous(b, h_kv, group, d_v), join, config, (0, 0), early=early))
     parts = pieces * heads * rows if pieces > 1 else 0
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
-    return Program(inputs, launches, _parts(parts, d_v), call.device)
+    return Program(inputs, launches, parts_workspace(parts, d_v), call.device)
 
 
 def backward(call: CallLayout) -> Backward:
@@ -113,14 +113,10 @@ def backward(call: CallLayout) -> Backward:
 # The general kernels
 
 
-def passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
-    """The passes of the plan, by tiles of queries or of keys."""
-    return device_passes(call.place, config, by_keys, call.device)
-
-
 def general_backward(call: CallLayout) -> Backward:
     (b, h, _, n, *_), task, device, reach = call.sizes, call.task, call.device, call.task.reach or 0
-    by_queries, by_keys = passes(call, call.configs.dq, False), passes(call, call.configs.dkv, True)
+    by_queries = device_passes(call.place, call.configs.dq, False, device)
+    by_keys = device_passes(call.place, call.configs.dkv, True, device)
     for_queries, part = gradients(call, by_queries, call.configs.dq, FOR_QUERIES)
     for_keys, part_of_keys = gradients(call, by_keys, call.configs.dkv, FOR_KEYS)
     launches = for_queries + for_keys
@@ -129,26 +125,26 @@ def general_backward(call: CallLayout) -> Backward:
     sums = [f"far{nth}" for nth in range(len(counts))] if call.bias_gradient else []
     if learns_table:
         # Each with a row of sums per head: about as many as a GPU runs at a time, and no more than items.
-        programs = min(max(2 * _multiprocessors(device) // (b * h), 1), max(counts, default=1))
+        programs = min(max(2 * multiprocessors(device) // (b * h), 1), max(counts, default=1))
         launches += table_gradient(call, by_queries, programs)
         sums.append("near")
     workspace = {"stats": b * h * n * 4, "part": max(part, part_of_keys)}
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv", *sums
     program = Program(inputs, launches, workspace, device, zeroed=not by_queries.covers)
-    makers = [torch.empty if route.covers else torch.zeros for route in (by_queries, by_keys, by_keys)]
+    allocators = [torch.empty if passes.covers else torch.zeros for passes in (by_queries, by_keys, by_keys)]
 
     def outputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        made = [make(like.shape, dtype=call.dtype, device=device) for make, like in zip(makers, x)]
+        results = [new(like.shape, dtype=call.dtype, device=device) for new, like in zip(allocators, x)]
         if call.bias_gradient:
-            made += torch.zeros((sum(counts), b, h, 4), device=device).split(counts)
+            results += torch.zeros((sum(counts), b, h, 4), device=device).split(counts)
         if learns_table:
-            made.append(torch.zeros((programs, b, h, 2 * reach + 1), device=device))
-        return tuple(made)
+            results.append(torch.zeros((programs, b, h, 2 * reach + 1), device=device))
+        return tuple(results)
 
     return outputs, program
 
 
-def gradients(call: CallLayout, route: DevicePasses, config: Config, sides: int) -> tuple[Launches, int]:
+def gradients(call: CallLayout, passes: DevicePasses, config: Config, sides: int) -> tuple[Launches, int]:
     """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row; or else dk and dv.
 
     Returns the launches, and the size of the buffer for parts of split tiles: passes run one after the other and
@@ -161,21 +157,21 @@ def gradients(call: CallLayout, route: DevicePasses, config: Config, sides: int)
     outs = (("dk", k, 0), ("dv", v, padded(d_k))) if by_keys else (("dq", q, 0),)
     width, heads = sum(padded(out.shape[-1]) for _, out, _ in outs), b * (h_kv if by_keys else h)
     launches: Launches = []
-    for nth, step in enumerate(route.steps):
-        made = _static(call, step, config, wide)._replace(SIDES=sides)
+    for nth, step in enumerate(passes.steps):
+        constants = _static(call, step, config, wide)._replace(SIDES=sides)
         tables = step.work.items, step.work.items, step.work.blocks
         far = f"far{nth}" if call.bias_gradient and not by_keys else "lse"
         programs, buffers = len(step.work.items) * heads, ("stats", "part", far)
-        launches.append(_gradients(call, programs, config, made, (q, k, v), buffers, tables))
-        for name, out, at in outs:
+        launches.append(_gradients_launch(call, programs, config, constants, (q, k, v), buffers, tables))
+        for name, out, offset in outs:
             query_offset = (0, 1) if by_keys else (task.start, task.step)
-            total = _sum(out, (at, width), step, step.work.joins, config, query_offset)
+            total = sum_parts(out, (offset, width), step, step.work.joins, config, query_offset)
             launches.append((total, (name, "part", step.work.joins)))
-    slots = max((step.work.slots for step in route.steps), default=0)
+    slots = max((step.work.slots for step in passes.steps), default=0)
     return launches, slots * heads * config.tile * width
 
 
-def _gradients(
+def _gradients_launch(
     call: CallLayout, programs: int, config: Config, static: Static, outs: tuple[Layout, ...],
     buffers: tuple[str, str, str], tables: tuple[Tensor, ...], for_keys: int = 0,
 ) -> tuple[Launch, Arguments]:  # fmt: skip
@@ -183,7 +179,7 @@ def _gradients(
     (b, h, h_kv, n, _, _, _), task = call.sizes, call.task
     launch = Launch(
         gradients_kernel, programs, config, *(x for like in (*call.tensors, *outs) for x in like.strides),
-        h, b * h, for_keys, n, task.start, task.step, task.scale, *_numbers(call),
+        h, b * h, for_keys, n, task.start, task.step, task.scale, *_score_factors(call),
         S=static._replace(GROUP=h // h_kv, HAS_DLSE=call.has_dlse),
     )  # fmt: skip
     stats, *others = buffers
@@ -197,10 +193,10 @@ def one_launch_backward(call: CallLayout) -> Backward | None:
     if config is None:
         return None
     (b, h, h_kv, *_), outs = call.sizes, tuple(x.like() for x in call.tensors[:3])
-    lists, for_keys = tables(call.place, (config.tile, config.block), call.device)
+    lists, for_keys = one_launch_tables(call.place, (config.tile, config.block), call.device)
     programs = for_keys * b * h_kv + (len(lists[0]) - for_keys) * b * h
-    made = static(call.task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
-    launch = _gradients(call, programs, config, made, outs, ("lse",) * 3, lists, for_keys)
+    constants = static(call.task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
+    launch = _gradients_launch(call, programs, config, constants, outs, ("lse",) * 3, lists, for_keys)
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
     return _like_inputs, Program(inputs, [launch], {}, call.device)
 
@@ -210,16 +206,16 @@ def _like_inputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return torch.empty_like(x[0]), torch.empty_like(x[1]), torch.empty_like(x[2])
 
 
-def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Launches:
+def table_gradient(call: CallLayout, passes: DevicePasses, programs: int) -> Launches:
     """Fills near, one row of sums per program: Σ ds by distance, short of ±reach."""
     (b, h, h_kv, n, _, _, _), task, (q, k, v, _, do) = call.sizes, call.task, call.tensors
     config, wide = call.configs.dq, exceeds_int32(q, k, v, do)
     launches: Launches = []
-    for step in route.steps:
+    for step in passes.steps:
         launch = Launch(
             bias_kernel, programs * b * h, config,
             *q.strides, *k.strides, *v.strides, *do.strides, len(step.work.items), programs,
-            h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
+            h, b * h, h // h_kv, n, task.start, task.step, *_score_factors(call),
             S=_static(call, step, config, wide)._replace(SPLIT=False, ACCUMULATES=False),
         )  # fmt: skip
         names = "q", "k", "v", "do", "stats", "near", *TERMS, step.work.items, step.work.blocks
@@ -227,7 +223,7 @@ def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Laun
     return launches
 
 
-def bias_gradients(call: CallLayout, sums: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+def bias_gradients(call: CallLayout, sums: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the table, (h, 2·reach + 1), and of the slopes, (h,), in float32.
 
     sums: Σ ds of each pass far from the diagonal, then near it. Beyond the reach, ds belongs to the table's ends.
@@ -244,14 +240,14 @@ def bias_gradients(call: CallLayout, sums: tuple[Tensor, ...]) -> tuple[Tensor |
     return near, -far[:, 2] if call.task.has_slopes else None
 
 
-def _sum(
-    out: Layout, part: tuple[int, int], step: DevicePass, joins: Tensor, config: Config, at: tuple[int, int]
-) -> Launch:
+def sum_parts(
+    out: Layout, part: tuple[int, int], step: DevicePass, joins: Tensor, config: Config, offset: tuple[int, int]
+) -> Launch:  # fmt: skip
     """Adds up the parts of split tiles. part: where a row of `out` begins in a row of parts, and how long that is."""
     b, h, _, d = out.shape
     return Launch(
-        sum_kernel, len(joins) * b * h * (config.tile // SLICE), config, *out.strides, h, b * h, *at, part[0],
-        keep=_kept(step), R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=part[1],
+        sum_kernel, len(joins) * b * h * (config.tile // SLICE), config, *out.strides, h, b * h, *offset, part[0],
+        keep=compiled(step.keep), R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=part[1],
         ACCUMULATES=step.accumulates, WIDE=exceeds_int32(out),
     )  # fmt: skip
 
@@ -260,24 +256,20 @@ def _static(call: CallLayout, step: DevicePass, config: Config, wide: bool) -> S
     """What the kernels of one pass are compiled for."""
     task, work = call.task, step.work
     return static(work.pattern, config, call)._replace(
-        keep=_kept(step), SEGMENTS=work.segments, RAGGED=work.ragged, SPLIT=work.slots > 0,
+        keep=compiled(step.keep), SEGMENTS=work.segments, RAGGED=work.ragged, SPLIT=work.split,
         ACCUMULATES=step.accumulates, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=wide,
         DROPS=task.dropout_p > 0, LEARNS=call.bias_gradient,
         BIAS=TABLE * (task.reach is not None) + SLOPES * task.has_slopes,
     )  # fmt: skip
 
 
-def _kept(step: DevicePass | None) -> Any:
-    return None if step is None or step.keep is None else compiled(step.keep)
-
-
-def _numbers(call: CallLayout) -> tuple[Any, ...]:
+def _score_factors(call: CallLayout) -> tuple[Any, ...]:
     """Scale and softcap in base 2, the reach of the table, the 32-bit threshold of a random number below which a
     weight is dropped, and the factor of the remaining weights."""
     task = call.task
-    below = min(round(task.dropout_p * 2**32), 2**32 - 1)
+    threshold = min(round(task.dropout_p * 2**32), 2**32 - 1)
     cap = 1.0 if task.softcap is None else base2(task.softcap)
-    return base2(task.scale), cap, task.reach or 0, below, 1.0 / (1.0 - task.dropout_p)
+    return base2(task.scale), cap, task.reach or 0, threshold, 1.0 / (1.0 - task.dropout_p)
 
 
 # The kernels for Hopper
@@ -301,13 +293,13 @@ def takes_hopper(call: CallLayout) -> bool:
     return fit and not exceeds_int32(*call.tensors, call.output) and is_hopper(call.device)
 
 
-def joins_sink(call: CallLayout, route: DevicePasses) -> bool:
+def joins_sink(call: CallLayout, passes: DevicePasses) -> bool:
     """Whether the forward kernel joins a sink: if one pass writes every row once. (One query has no steps.)"""
-    once = len(route.steps) <= 1 and route.covers and not any(step.work.slots for step in route.steps)
+    once = len(passes.steps) <= 1 and passes.covers and not any(step.work.split for step in passes.steps)
     return call.has_sink and once
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """2 under the interpreter, which has no device."""
     return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -324,25 +316,25 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     rows = math.prod(q[:3])
     gives_delta = call.has_sink and by_queries.covers  # otherwise some rows have none
     workspace = {"lse2": rows, "delta": 0 if gives_delta else rows} | of_queries | of_keys
-    make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
+    allocate = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
     inputs = ["q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"]
     inputs += ["delta"] if gives_delta else []
     launches = for_queries + for_keys if for_queries else []  # without a pass by queries, no pair is allowed
-    if by_queries.apart and not by_keys.joins:  # sums in the end: the passes overlap
+    if by_queries.overlap and not by_keys.accumulate:  # sums in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is sum_kernel)
-    counted = of_queries["counters"] or of_keys["counters_of_keys"]
-    program = Program(inputs, launches, workspace, device, zeroed=make is torch.zeros or counted > 0)
-    one_tensor = any(launch.kernel is sum_kernel for launch, _ in for_keys)
-    like_inputs = make is torch.empty and not one_tensor
-    like_inputs = like_inputs and all(x == contiguous(*x.shape) for x in call.tensors[:3])
+    counters = of_queries["counters"] or of_keys["counters_of_keys"]
+    program = Program(inputs, launches, workspace, device, zeroed=allocate is torch.zeros or counters > 0)
+    sums_both = any(launch.kernel is sum_kernel for launch, _ in for_keys)
+    like_inputs = allocate is torch.empty and all(x == contiguous(*x.shape) for x in call.tensors[:3])
 
-    def halves(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def in_one_tensor(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """dk and dv as halves of one tensor, so that one launch adds up the parts of both."""
         if q == k:
-            return make((3, *q), dtype=dtype, device=device).unbind(0)
-        return make(q, dtype=dtype, device=device), *make((2, *k), dtype=dtype, device=device).unbind(0)
+            return allocate((3, *q), dtype=dtype, device=device).unbind(0)
+        dk_and_dv = allocate((2, *k), dtype=dtype, device=device).unbind(0)
+        return allocate(q, dtype=dtype, device=device), *dk_and_dv
 
-    outputs = _like_inputs if like_inputs else halves
+    outputs = _like_inputs if like_inputs and not sums_both else in_one_tensor
     if not gives_delta:
         return outputs, program
     return lambda x: (*outputs(x), torch.empty(q[:3], device=device)), program

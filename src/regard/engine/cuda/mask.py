@@ -1,20 +1,24 @@
-"""A pattern as a Triton function `allowed(i, j)`, and simpler patterns for what is left to test in a pass."""
+"""Which pairs are allowed: a pattern as a Triton function `allowed(i, j)`; simpler patterns for what is left to test
+in a pass; the pairs of a block as bits for the Hopper kernels. Nothing here imports Triton before a call runs."""
 
 import hashlib
 import linecache
 import re
+from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from operator import and_
 from typing import Any
 
-import triton
-import triton.language as tl
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, full, neighborhood
 from ...pattern.classification import of_relation
 from ...pattern.clauses import conjuncts
 from ...pattern.one_query import residue, run_formulas
-from ...progression import FAR
+from ...progression import FAR, Ints
 
 
 def expression(pattern: Pattern) -> str:
@@ -44,35 +48,39 @@ def _condition(r: Relation) -> str:
         (r.far < FAR, f"i - j <= {r.far}"),
         (r.near > -FAR, f"j - i <= {-r.near}" if r.near else "j <= i"),
     )
-    holds = [text for is_tested, text in conditions if is_tested]
-    if len(holds) <= 1:
-        return f"({holds[0] if holds else 'j == j'})"
-    return f"({' & '.join(f'({one})' for one in holds)})"
+    tested = [text for is_tested, text in conditions if is_tested]
+    if len(tested) <= 1:
+        return f"({tested[0] if tested else 'j == j'})"
+    return f"({' & '.join(f'({one})' for one in tested)})"
 
 
 @lru_cache(maxsize=1024)
-def compiled(pattern: Pattern) -> Any:
-    """`allowed(i, j)` as a Triton function. The interpreter needs tl."""
-    return function("allowed", "i, j", expression(pattern), triton.jit, {"tl": tl})
+def compiled(pattern: Pattern | None) -> Any:
+    """`allowed(i, j)` as a Triton function; None: there is no condition."""
+    return None if pattern is None else function("allowed", "i, j", expression(pattern))
 
 
 @lru_cache(maxsize=1024)
 def runs(pattern: Pattern) -> Any:
     """The progressions of keys of one query (see one_query.run_formulas) as a Triton function of p and m."""
     body = re.sub(r"\b(maximum|minimum|where)\(", r"tl.\1(", ", ".join(run_formulas(pattern) or ()))
-    return function("runs", "p, m", f"({body},)", triton.jit, {"tl": tl})
+    return function("runs", "p, m", f"({body},)")
 
 
-def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, Any]) -> Any:
-    """A function for the compiler `jit`; its name has a hash of its body, so that caches distinguish functions."""
-    name = f"{word}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
+def function(prefix: str, arguments: str, body: str, jit: Any = None, **namespace: Any) -> Any:
+    """A function for this compiler, or for Triton's; its name has a hash of its body, by which caches know it."""
+    if jit is None:
+        import triton
+
+        jit, namespace = triton.jit, {"tl": triton.language}  # the interpreter needs tl
+    name = f"{prefix}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     source = f"def {name}({arguments}):\n    return {body}\n"
     path = f"<regard {name}>"
     lines = source.splitlines(keepends=True)
     linecache.cache[path] = (len(source), None, lines, path)  # compilers read the source
-    space = {"__name__": __name__, **space}
-    exec(compile(source, path, "exec"), space)
-    return jit(space[name])
+    namespace = {"__name__": __name__, **namespace}
+    exec(compile(source, path, "exec"), namespace)
+    return jit(namespace[name])
 
 
 def narrowed(pattern: Pattern) -> Pattern:
@@ -91,16 +99,16 @@ def narrowed(pattern: Pattern) -> Pattern:
     near, far = inner.near, inner.far
     others = []
     for x in terms:
-        less = x.inner.relation if isinstance(x, Not) and isinstance(x.inner, Word) else Relation()
-        first, last = less.near, less.far
-        if less.divisor > 1 and less == Relation(divisor=less.divisor) and near > -FAR:
-            first = last = -(-near // less.divisor) * less.divisor  # the only one, if the next is too far
-            less = Relation(near=first, far=last) if first + less.divisor > far else less
-        if _is_band(less) and first <= near <= last:
+        minus = x.inner.relation if isinstance(x, Not) and isinstance(x.inner, Word) else Relation()
+        first, last = minus.near, minus.far
+        if minus.divisor > 1 and minus == Relation(divisor=minus.divisor) and near > -FAR:
+            first = last = -(-near // minus.divisor) * minus.divisor  # the only one, if the next is too far
+            minus = Relation(near=first, far=last) if first + minus.divisor > far else minus
+        if _is_band(minus) and first <= near <= last:
             near = last + 1
-        elif _is_band(less) and first <= far <= last:
+        elif _is_band(minus) and first <= far <= last:
             far = first - 1
-        elif not (x in bounds or (_is_band(less) and (last < near or far < first))):
+        elif not (x in bounds or (_is_band(minus) and (last < near or far < first))):
             others.append(x)
     if (near, far) == (inner.near, inner.far) or near > far:
         return pattern
@@ -117,24 +125,82 @@ def without_certain_words(pattern: Pattern, i: Run, j: Run) -> Pattern:
     def leaf(word: Pattern) -> Pattern:
         if not isinstance(word, Word):
             return word
-        conditions, left = list(word.relation.conditions()), []
+        conditions, remaining = list(word.relation.conditions()), []
         for condition in conditions:
-            known = of_relation(condition, i, j)
-            if known.none.all():
+            outcome = of_relation(condition, i, j)
+            if outcome.none.all():
                 return ~full()
-            if not known.all.all():
-                left.append(condition)
-        if len(left) == len(conditions):
+            if not outcome.all.all():
+                remaining.append(condition)
+        if len(remaining) == len(conditions):
             return word
-        return Related(reduce(and_, left)) if left else full()
+        return Related(reduce(and_, remaining)) if remaining else full()
 
-    return pattern.fold(leaf, partial(_joined, how=Both), partial(_joined, how=Either), Not)
+    return pattern.fold(leaf, partial(_combined, operation=Both), partial(_combined, operation=Either), Not)
 
 
-def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
-    neutral, strong = (full(), ~full()) if how is Both else (~full(), full())
-    if strong in (left, right):
-        return strong
+def _combined(left: Pattern, right: Pattern, operation: type) -> Pattern:
+    neutral, absorbing = (full(), ~full()) if operation is Both else (~full(), full())
+    if absorbing in (left, right):
+        return absorbing
     if left == neutral:
         return right
-    return left if right == neutral else how(left, right)
+    return left if right == neutral else operation(left, right)
+
+
+# Masks, for the Hopper kernels: one bit per pair, which is 1 if the pair is allowed. Bits cost less than conditions,
+# and kernels need not be compiled for each pattern. Where a pattern repeats itself, blocks share a mask: most passes
+# have a few.
+
+MEMBERS = 64  # the number of members of a tile, and of a block
+MASK_WORDS = 128  # of a mask, one for each thread of a Hopper kernel
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """The masks of the blocks of a schedule. Word 8 of a block: its number of members + 256 × the number of its mask,
+    of which the first allows no pair. If tiles are boxes, lists of members follow; word 1 of a block: where its list
+    begins."""
+
+    words: Tensor  # (x, MASK_WORDS); boxes: flat
+    spread: str | None = None  # boxes: source code of the distance of member a of a tile from the first one
+    owned: str | None = None  # … of whether it belongs to this tile, by word 11 of a block; None: all do
+    pairs: int = 0  # boxes and documents: the number of pairs that are computed
+
+
+@lru_cache(maxsize=1)
+def _random_factors() -> Ints:
+    return np.random.default_rng(0).integers(1 << 62, size=MASK_WORDS)
+
+
+def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
+    """The distinct rows, and which of them each row is, by a number for each row: sorting rows takes far longer."""
+    number = np.einsum("rc,c->r", rows, _random_factors()[: rows.shape[1]])  # modulo 2⁶⁴
+    _, first, nth_distinct = np.unique(number, return_index=True, return_inverse=True)
+    if (rows != rows[first][nth_distinct]).any():  # different rows have one number
+        _, first, nth_distinct = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return rows[first], nth_distinct.ravel()
+
+
+def mask_words(allowed: Tensor) -> Tensor:
+    """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
+    columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by u, row, column."""
+    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 4, 2, 6).reshape(-1, MASK_WORDS, 32)
+    nth = torch.arange(32, dtype=torch.int32, device=allowed.device)
+    return (of_thread.int() << nth).sum(-1, dtype=torch.int32)  # int64 takes four times as long
+
+
+# The bits of the columns before x, by x.
+BELOW = np.array([(1 << x) - 1 for x in range(MEMBERS + 1)], dtype=np.uint64)
+TWO, *CLOSER = map(np.uint64, (0x0303030303030303, 0x00FF00FF00FF00FF, 0x0000FFFF0000FFFF, 0xFFFFFFFF))
+
+
+def interval_mask_words(ends: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """`mask_words` of intervals. ends: of each mask, the first column of each row, then the end of each."""
+    of_rows = BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]]
+    of_pairs = of_rows.reshape(-1, 4, 2, 8, 1)  # rows 16 · x + y and 16 · x + y + 8
+    two = of_pairs >> 2 * np.arange(4, dtype=np.uint64) & TWO  # of each eight columns
+    bits = two[:, :, 0] | two[:, :, 1] << np.uint64(2)
+    for shift, mask in zip((4, 8, 16), CLOSER):  # four bits of each byte, moved next to one another
+        bits = (bits | bits >> np.uint64(shift)) & mask
+    return bits.astype(np.uint32).view(np.int32).reshape(len(ends), -1)

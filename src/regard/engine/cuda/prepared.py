@@ -32,14 +32,12 @@ PREPARED = Cache(1024)
 COMPILED = Cache(1024)
 
 
-def constants(static: Any) -> Any:
-    return static if INTERPRETED or not isinstance(static, tuple) else _constants(static)
-
-
-@lru_cache(maxsize=256)
-def _constants(static: Any) -> Any:
-    """A NamedTuple that a kernel is compiled for, as Triton 3.6 needs it: each field a constant of its own."""
-    return type(static)(*(x if x is None or callable(x) else tl.constexpr(x) for x in static))
+@lru_cache(maxsize=256, typed=True)
+def constants(size: Any) -> Any:
+    """What a kernel is compiled for, as Triton 3.6 needs it: each field of a NamedTuple is a constant of its own."""
+    if INTERPRETED or not isinstance(size, tuple):
+        return size
+    return type(size)(*(x if x is None or callable(x) else tl.constexpr(x) for x in size))
 
 
 class Launch:
@@ -58,38 +56,34 @@ class Launch:
         self.sizes = {name: constants(x) for name, x in sizes.items()}
         # Fused multiply-add. Triton 3.9 warns where this is not stated; 3.10 will not fuse by default.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
-        if early:
-            self.options["launch_pdl"] = True
-        if cooperative:
-            self.options["launch_cooperative_grid"] = True
-        if config.registers is not None:
-            self.options["maxnreg"] = config.registers
+        more = {"launch_pdl": early, "launch_cooperative_grid": cooperative, "maxnreg": config.registers}
+        self.options |= {name: value for name, value in more.items() if value}
         self.compiled: Any = None  # the kernel, after the first launch
         self.run: Any = None
         self.handles: tuple[Any, ...] = ()
-        self.rest: tuple[Any, ...] = ()
+        self.constant_arguments: tuple[Any, ...] = ()
 
-    def __call__(self, *given: Tensor | int) -> None:
+    def __call__(self, *arguments: Tensor | int) -> None:
         """Launch through Triton; the first time, compile for these tensors."""
         if self.compiled is None:
-            tensors = (x for x in given if isinstance(x, Tensor))
+            tensors = (x for x in arguments if isinstance(x, Tensor))
             key = *self.key, *((x.dtype, x.device, x.data_ptr() % 16) for x in tensors)
-            if (found := COMPILED.get(key)) is None:
-                self._compile(given)
+            if (cached := COMPILED.get(key)) is None:
+                self._compile(arguments)
                 if self.compiled is not None:  # the interpreter compiles nothing
-                    COMPILED.put(key, (self.compiled, self.run, self.handles, self.rest))
+                    COMPILED.put(key, (self.compiled, self.run, self.handles, self.constant_arguments))
                 return
-            self.compiled, self.run, self.handles, self.rest = found
-        self.compiled[self.grid](*given, *self.rest)
+            self.compiled, self.run, self.handles, self.constant_arguments = cached
+        self.compiled[self.grid](*arguments, *self.constant_arguments)
 
-    def _compile(self, given: tuple[Tensor | int, ...]) -> None:
-        compiled = self.kernel[self.grid](*given, *self.numbers, **self.sizes, **self.options)
+    def _compile(self, arguments: tuple[Tensor | int, ...]) -> None:
+        compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.sizes, **self.options)
         if compiled is not None:
-            names = self.kernel.arg_names[len(given) + len(self.numbers) :]
+            names = self.kernel.arg_names[len(arguments) + len(self.numbers) :]
             sizes = {**self.sizes, **self.options}
-            self.rest = *self.numbers, *(sizes[name] for name in names)
-            self.run, more = compat.triton_launcher(compiled.run)
-            self.handles = compiled.function, *more, compiled.packed_metadata, None, None, None
+            self.constant_arguments = *self.numbers, *(sizes[name] for name in names)
+            self.run, other_handles = compat.triton_launcher(compiled.run)
+            self.handles = compiled.function, *other_handles, compiled.packed_metadata, None, None, None
             self.compiled = compiled
 
 
@@ -111,14 +105,14 @@ class Program:
         workspace: dict[str, int], device: torch.device, zeroed: bool = False,
     ):  # fmt: skip
         pieces = {name: size for name, size in workspace.items() if size}
-        index = {name: at for at, name in enumerate([*inputs, "seed", *pieces])}
+        index = {name: place for place, name in enumerate([*inputs, "seed", *pieces])}
         absent = (name for name in (*OPTIONAL_INPUTS, *workspace) if name not in index)
         index |= dict.fromkeys(absent, index.get("lse", 0))
         self.launches: list[tuple[Launch, Any, Arguments]] = []
         for launch, names in launches:
-            given = [index[x] for x in names if not isinstance(x, Tensor)]
+            indices = [index[x] for x in names if not isinstance(x, Tensor)]
             if launch.grid[0]:
-                self.launches.append((launch, itemgetter(*given), names[len(given) :]))
+                self.launches.append((launch, itemgetter(*indices), names[len(indices) :]))
         self.pieces = [-(-size // 4) * 4 for size in pieces.values()]  # from multiples of 16 bytes on
         self.size, self.device, self.on_gpu = sum(self.pieces), device, device.type == "cuda"
         self.make: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
@@ -131,14 +125,14 @@ class Program:
         if not self.direct or hooks_set():
             self._through_triton(tensors, seed)
             return
-        at = [*map(_address, tensors), seed]
+        addresses = [*map(_address, tensors), seed]
         if self.size:
             workspace = self.make(self.size, device=self.device)
-            first = workspace.data_ptr()
-            at += [first + x for x in self.offsets]
+            base = workspace.data_ptr()
+            addresses += [base + x for x in self.offsets]
         stream = raw_stream(current_device())
-        for run, grid, handles, pick, rest in self.direct:
-            run(*grid, stream, *handles, *pick(at), *rest)
+        for run, grid, handles, pick, others in self.direct:
+            run(*grid, stream, *handles, *pick(addresses), *others)
 
     def _through_triton(self, tensors: Sequence[Tensor], seed: int) -> None:
         pieces = self.make(self.size, device=self.device).split(self.pieces) if self.size else ()
@@ -147,7 +141,7 @@ class Program:
             launch(*pick(buffers), *tables)
         if all(launch.compiled is not None for launch, _, _ in self.launches):
             self.direct = [
-                (x.run, x.grid, x.handles, pick, (*(y.data_ptr() for y in tables), *x.rest))
+                (x.run, x.grid, x.handles, pick, (*(y.data_ptr() for y in tables), *x.constant_arguments))
                 for x, pick, tables in self.launches
             ]
 

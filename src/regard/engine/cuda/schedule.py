@@ -10,7 +10,7 @@ Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import and_
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from ...progression import Ints
 from ..call import Place
 from ..plan import Pass, plan
 from .call import Config
-from .mask import narrowed, without_certain_words
+from .mask import Masks, narrowed, without_certain_words
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile
@@ -48,10 +48,21 @@ class Schedule:
     segments: int  # the largest number in any block
     ragged: bool  # some block needs a mask
     slots: int
-    ends: Ints  # on the host: where the blocks of each tile end
-    ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
+    split: bool  # some tile is split
+
+
+@dataclass(frozen=True, eq=False)
+class HopperSchedule:
+    """The blocks of one pass for the Hopper kernels, which work_split.py assigns to programs."""
+
+    blocks: Tensor  # as in Schedule
+    sizes: Ints  # on the host: the number of blocks of each tile
+    masks: Masks
+    segments: int = 1
+    ragged: bool = True
+    split: bool = False  # programs share tiles
+    ordered: bool = False  # tiles of several passes, in the order in which they run (work_split.py)
     chained: bool = False  # … and wait for one another
-    masks: Any = None  # of the Hopper kernels: tile_lists.Masks
     rows: int = 0  # of documents: how many batch rows have tiles of their own, 1 if all have the same
     row: Any = None  # … and the row of each tile; their blocks are on the host, to be put in order
 
@@ -70,167 +81,172 @@ class Sides(NamedTuple):
         return Run(self.start + self.step * first, self.step * hop, count), Run(*keys.T)
 
 
-def schedule(one: Pass, config: Config, sides: Sides, device: torch.device) -> tuple[Schedule, Ints]:
+def schedule(source: Pass, config: Config, sides: Sides, device: torch.device) -> tuple[Schedule, Ints]:
     """Cut the parts of each tile into blocks and order the items by length, longest first; also returns the tiles."""
     block = config.block
-    tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
-    whole, rest = _cut_whole(*_joined(tile, one.parts[:, :3]), block)
-    mixed = _cut(rest[:, 0], rest[:, 1:], block)
-    mixed[:, 1] += 1 << 40  # after the blocks of `whole`
-    segs = np.concatenate([whole, mixed])
-    kind = _kinds(one, segs, block, sides)
-    segs = np.insert(segs, 1, kind, axis=1)[kind != EMPTY]
-    pattern = narrowed(without_certain_words(one.pattern, *sides.runs(one.tiles[tile], one.parts[:, :3])))
-    used, segs[:, 0] = np.unique(segs[:, 0], return_inverse=True)
-    one = replace(one, tiles=one.tiles[used])  # without the tiles that turned out to have no allowed pair
-    segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
-    blocks, owner, kind, most = _table(segs)
+    tile = np.repeat(np.arange(len(source.tiles)), np.diff(source.offsets))
+    single, remainders = _cut_single(*_merged_parts(tile, source.parts[:, :3]), block)
+    concatenated = _cut_concatenated(remainders[:, 0], remainders[:, 1:], block)
+    concatenated[:, 1] += 1 << 40  # after the blocks of `single`
+    segments = np.concatenate([single, concatenated])
+    kind = _kinds(source, segments, block, sides)
+    segments = np.insert(segments, 1, kind, axis=1)[kind != EMPTY]
+    runs = sides.runs(source.tiles[tile], source.parts[:, :3])
+    pattern = narrowed(without_certain_words(source.pattern, *runs))
+    used, segments[:, 0] = np.unique(segments[:, 0], return_inverse=True)
+    tiles = source.tiles[used]  # without the tiles that turned out to have no allowed pair
+    order = np.argsort(2 * segments[:, 0] + segments[:, 1], kind="stable")  # tile, kind; blocks stay in order
+    segments = segments[order]
+    blocks, owner, kind, max_segments = _table(segments)
     blocks[:, 9] = np.where(kind == RAGGED, TESTED, 0) + np.where(np.diff(owner, prepend=-1), BEGINS, 0)
-    blocks[:, 9] += 256 * one.tiles[owner, 2]
-    blocks[:, 10:] = one.tiles[owner, :2]
-    items, joins = _items(one.tiles, owner, kind, max(MIN_SPLIT, -(-len(blocks) // TARGET_ITEMS)))
+    blocks[:, 9] += 256 * tiles[owner, 2]
+    blocks[:, 10:] = tiles[owner, :2]
+    items, joins = _items(tiles, owner, kind, max(MIN_SPLIT, -(-len(blocks) // TARGET_ITEMS)))
 
-    def move(array: Ints, width: int) -> Tensor:
+    def to_device(array: Ints, width: int) -> Tensor:
         padded = np.zeros((max(len(array), 1), width), dtype=np.int32)
         padded[: len(array), : array.shape[1]] = array
         return torch.from_numpy(padded).to(device)
 
     return Schedule(
         pattern=pattern,
-        items=move(items, ITEM)[: len(items)],
-        blocks=move(blocks, WIDTH),
-        joins=move(joins, ITEM)[: len(joins)],
-        segments=most,
+        items=to_device(items, ITEM)[: len(items)],
+        blocks=to_device(blocks, WIDTH),
+        joins=to_device(joins, ITEM)[: len(joins)],
+        segments=max_segments,
         ragged=bool((kind == RAGGED).any()),
         slots=int(joins[:, 4].sum()),
-        ends=np.cumsum(np.bincount(owner)),
-    ), one.tiles
+        split=len(joins) > 0,
+    ), tiles
 
 
-def repeated(work: Schedule, times: int, apart: int) -> Schedule:
-    """The schedule of `times` sequences, `apart` positions from one to the next, as one; items are unchanged."""
-    shift = apart * np.repeat(np.arange(times), len(work.blocks))[:, None]
-    blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
-    blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
-    ends = np.concatenate([work.ends + x * len(work.blocks) for x in range(times)])
-    return replace(work, blocks=torch.from_numpy(blocks).to(work.blocks.device), ends=ends)
-
-
-def _kinds(one: Pass, segs: Ints, block: int, sides: Sides) -> Ints:
+def _kinds(source: Pass, segments: Ints, block: int, sides: Sides) -> Ints:
     """FULL, RAGGED or EMPTY for the block of each segment."""
-    found = classify(one.pattern, *sides.runs(one.tiles[segs[:, 0]], segs[:, 3:]))
-    first = np.flatnonzero(_changes(segs, 2))
-    size = np.diff(first, append=len(segs))
-    held = np.add.reduceat(segs[:, 5], first)
-    every = np.logical_and.reduceat(found.all, first) & (held == block)
-    none = np.logical_and.reduceat(found.none, first)
-    return np.repeat(np.where(every, FULL, np.where(none, EMPTY, RAGGED)), size)
+    outcome = classify(source.pattern, *sides.runs(source.tiles[segments[:, 0]], segments[:, 3:]))
+    first = np.flatnonzero(_differs_from_previous(segments, 2))
+    size = np.diff(first, append=len(segments))
+    count = np.add.reduceat(segments[:, 5], first)
+    all_allowed = np.logical_and.reduceat(outcome.all, first) & (count == block)
+    none_allowed = np.logical_and.reduceat(outcome.none, first)
+    return np.repeat(np.where(all_allowed, FULL, np.where(none_allowed, EMPTY, RAGGED)), size)
 
 
-def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:
+def ranks(counts: Ints) -> Ints:
+    """0, 1, …, count − 1 for each of these counts."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def indices_of_blocks(sizes: Ints, tiles: Ints) -> Ints:
+    """Where the blocks of these tiles are in a table of all blocks; sizes: the number of blocks of each tile."""
+    counts = sizes[tiles]
+    return np.repeat((np.cumsum(sizes) - sizes)[tiles], counts) + ranks(counts)
+
+
+def _differs_from_previous(rows: Ints, columns: int) -> NDArray[np.bool_]:
     """True in each row whose first columns differ from those of the row before."""
     return np.any(np.diff(rows[:, :columns], axis=0, prepend=-1), axis=1)
 
 
-def _joined(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
+def _merged_parts(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
     """The parts of each tile, by key; a part that continues the previous one is merged with it."""
     order = np.lexsort((parts[:, 0], parts[:, 0] % parts[:, 1], parts[:, 1], tile))
     tile, (first, step, count) = tile[order], parts[order].T
     accumulates = np.append(False, first[1:] == (first + step * count)[:-1])
-    accumulates &= ~_changes(np.column_stack([tile, step]), 2)
+    accumulates &= ~_differs_from_previous(np.column_stack([tile, step]), 2)
     begin = np.flatnonzero(~accumulates)
     return tile[begin], np.column_stack([first[begin], step[begin], np.add.reduceat(count, begin)])
 
 
-def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
+def _cut_concatenated(tile: Ints, parts: Ints, block: int) -> Ints:
     """Segments (tile, block of the tile, first column, first, step, count) of concatenated parts, tile by tile."""
     counts = parts[:, 2]
-    new = np.flatnonzero(np.diff(tile, prepend=-1))  # the first part of each tile
-    total = np.add.reduceat(counts, new)
-    room = -(-total // block) * block
-    base = np.repeat(np.cumsum(room) - room, np.diff(new, append=len(tile)))
+    first_parts = np.flatnonzero(np.diff(tile, prepend=-1))  # the first part of each tile
+    total = np.add.reduceat(counts, first_parts)
+    columns = -(-total // block) * block
+    base = np.repeat(np.cumsum(columns) - columns, np.diff(first_parts, append=len(tile)))
     within = np.cumsum(counts) - counts
-    within -= np.repeat(within[new], np.diff(new, append=len(tile)))
+    within -= np.repeat(within[first_parts], np.diff(first_parts, append=len(tile)))
     begin = base + within  # where each part begins on one long line on which every block is aligned
 
-    lines = np.arange(0, int(room.sum()), block)
-    at = np.concatenate([begin, lines])
-    order = np.argsort(at, kind="stable")  # two sorted runs: one merge
+    block_starts = np.arange(0, int(columns.sum()), block)
+    column = np.concatenate([begin, block_starts])
+    order = np.argsort(column, kind="stable")  # two sorted runs: one merge
     part = np.cumsum(order < len(begin)) - 1
-    at = at[order]
-    final = np.diff(at, append=-1) != 0
-    at, part = at[final], part[final]
+    column = column[order]
+    final = np.diff(column, append=-1) != 0
+    column, part = column[final], part[final]
     end = begin + counts
-    inside = at < end[part]  # not in the empty columns after the last part of a tile
-    at, part = at[inside], part[inside]
-    count = np.minimum(end[part], (at // block + 1) * block) - at
-    first = parts[part, 0] + parts[part, 1] * (at - begin[part])
-    of_tile = (at - base[part]) // block
-    segs = np.column_stack([tile[part], of_tile, at % block, first, parts[part, 1], count])
-    return _at_most_three(segs, block)
+    inside = column < end[part]  # not in the empty columns after the last part of a tile
+    column, part = column[inside], part[inside]
+    count = np.minimum(end[part], (column // block + 1) * block) - column
+    first = parts[part, 0] + parts[part, 1] * (column - begin[part])
+    of_tile = (column - base[part]) // block
+    segments = np.column_stack([tile[part], of_tile, column % block, first, parts[part, 1], count])
+    return _at_most_three(segments, block)
 
 
-def _at_most_three(segs: Ints, block: int) -> Ints:
+def _at_most_three(segments: Ints, block: int) -> Ints:
     """Renumber blocks so that none holds more than SEGMENTS segments."""
-    new = _changes(segs, 2)
-    rank = np.arange(len(segs)) - np.maximum.accumulate(np.where(new, np.arange(len(segs)), 0))
-    again = (rank % SEGMENTS == 0) & (rank > 0)
-    if not again.any():
-        return segs
-    out = segs.copy()
-    out[:, 1] = segs[:, 1] * block + rank // SEGMENTS  # any increasing number will do
-    start = np.maximum.accumulate(np.where(new | again, np.arange(len(segs)), 0))
-    out[:, 2] -= segs[start, 2]
-    return out
+    new = _differs_from_previous(segments, 2)
+    rank = np.arange(len(segments)) - np.maximum.accumulate(np.where(new, np.arange(len(segments)), 0))
+    overfull = (rank % SEGMENTS == 0) & (rank > 0)
+    if not overfull.any():
+        return segments
+    result = segments.copy()
+    result[:, 1] = segments[:, 1] * block + rank // SEGMENTS  # any increasing number will do
+    start = np.maximum.accumulate(np.where(new | overfull, np.arange(len(segments)), 0))
+    result[:, 2] -= segments[start, 2]
+    return result
 
 
-def _cut_whole(tile: Ints, parts: Ints, block: int) -> tuple[Ints, Ints]:
+def _cut_single(tile: Ints, parts: Ints, block: int) -> tuple[Ints, Ints]:
     """Segments of the blocks that one part fills, and the remainders (tile, first, step, count), by tile and key.
 
     A window is cut from its first key on, so that a bound cuts two of its blocks and all others are full.
     """
-    segs = _cut(np.arange(len(parts)), parts, block)
+    segments = _cut_concatenated(np.arange(len(parts)), parts, block)
     pieces = -(-parts[:, 2] // block)
-    segs[:, 1] += (np.cumsum(pieces) - pieces)[segs[:, 0]]  # no number twice
-    segs[:, 0] = tile[segs[:, 0]]
-    rest = segs[segs[:, 5] < block][:, [0, 3, 4, 5]]
-    return segs[segs[:, 5] == block], rest[np.lexsort((rest[:, 1], rest[:, 0]))]
+    segments[:, 1] += (np.cumsum(pieces) - pieces)[segments[:, 0]]  # no number twice
+    segments[:, 0] = tile[segments[:, 0]]
+    remainders = segments[segments[:, 5] < block][:, [0, 3, 4, 5]]
+    return segments[segments[:, 5] == block], remainders[np.lexsort((remainders[:, 1], remainders[:, 0]))]
 
 
-def _table(segs: Ints) -> tuple[Ints, Ints, Ints, int]:
+def _table(segments: Ints) -> tuple[Ints, Ints, Ints, int]:
     """One row per block (see SEGMENTS), its tile, whether it is masked; and the largest number of segments."""
-    tile, kind, _, place, first, step, count = segs.T
-    new = _changes(segs, 3)
+    tile, kind, _, place, first, step, count = segments.T
+    new = _differs_from_previous(segments, 3)
     start = np.flatnonzero(new)
-    rank = np.arange(len(segs)) - np.repeat(start, np.diff(start, append=len(segs)))
-    which = np.cumsum(new) - 1
+    rank = ranks(np.diff(start, append=len(segments)))
+    block = np.cumsum(new) - 1
     table = np.zeros((len(start), WIDTH), dtype=np.int64)
     table[:, [2, 5]] = np.iinfo(np.int32).max  # a segment that never begins
-    table[which, 3 * rank] = first - step * place
-    table[which, 3 * rank + 1] = step
+    table[block, 3 * rank] = first - step * place
+    table[block, 3 * rank + 1] = step
     later = rank > 0
-    table[which[later], 3 * rank[later] - 1] = place[later]
+    table[block[later], 3 * rank[later] - 1] = place[later]
     table[:, 8] = np.add.reduceat(count, start)
     return table, tile[start], kind[start], int(rank.max(initial=0)) + 1
 
 
 def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, Ints]:
     """Items (tile, block range, slot), longest first, and the joins of split tiles."""
-    t = np.arange(len(tiles))
+    all_tiles = np.arange(len(tiles))
     end = np.cumsum(np.bincount(owner, minlength=len(tiles)))
     begin = np.append(0, end[:-1])
     masked = end - np.bincount(owner[kind == RAGGED], minlength=len(tiles))
     pieces = np.maximum(-(-(end - begin) // longest), 1)
-    of = np.repeat(t, pieces)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    length = (end - begin)[of]
-    lo = begin[of] + length * nth // pieces[of]
-    hi = begin[of] + length * (nth + 1) // pieces[of]
-    split = pieces[of] > 1
+    tile = np.repeat(all_tiles, pieces)
+    nth = ranks(pieces)
+    length = (end - begin)[tile]
+    lo = begin[tile] + length * nth // pieces[tile]
+    hi = begin[tile] + length * (nth + 1) // pieces[tile]
+    split = pieces[tile] > 1
     slot = np.where(split, np.cumsum(split) - 1, -1)
-    items = np.column_stack([tiles[of], lo, np.clip(masked[of], lo, hi), hi, slot])
-    whose = np.flatnonzero(pieces > 1)
-    joins = np.column_stack([tiles[whose], slot[np.searchsorted(of, whose)], pieces[whose]])
+    items = np.column_stack([tiles[tile], lo, np.clip(masked[tile], lo, hi), hi, slot])
+    split_tiles = np.flatnonzero(pieces > 1)
+    first_slot = slot[np.searchsorted(tile, split_tiles)]
+    joins = np.column_stack([tiles[split_tiles], first_slot, pieces[split_tiles]])
     return items[np.argsort(lo - hi, kind="stable")], joins
 
 
@@ -238,7 +254,7 @@ def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, In
 class DevicePass:
     """One pass, ready to launch."""
 
-    work: Schedule
+    work: Any  # Schedule, or HopperSchedule
     keep: Pattern | None  # the tile members whose results count: it reads members only; None: all
     accumulates: bool  # some of its results are added to those of an earlier pass
     covered: bool  # all of them are
@@ -252,13 +268,14 @@ class DevicePasses:
     covers: bool  # every member is written before it is read, so outputs need no initial value
 
     @property
-    def joins(self) -> bool:
+    def accumulate(self) -> bool:
         return any(step.accumulates for step in self.steps)
 
     @property
-    def apart(self) -> bool:
+    def overlap(self) -> bool:
         """Whether several passes may run at the same time: each writes different rows, at most one writes parts."""
-        return len(self.steps) > 1 and not self.joins and sum(step.work.slots > 0 for step in self.steps) <= 1
+        split = sum(step.work.split for step in self.steps)
+        return len(self.steps) > 1 and not self.accumulate and split <= 1
 
 
 @lru_cache(maxsize=256)
@@ -268,36 +285,36 @@ def device_passes(place: Place, config: Config, by_keys: bool, device: torch.dev
     sides = Sides(start, step, by_keys)
     written = np.zeros(m if by_keys else n, dtype=bool)
     steps: list[DevicePass] = []
-    for one, keep in _kept_passes(place, config.tile, by_keys):
-        work, tiles = schedule(one, config, sides, device)
+    for source, keep in _without_own_conditions(place, config.tile, by_keys):
+        work, tiles = schedule(source, config, sides, device)
         if not len(tiles):
             continue
-        mine = _owned(tiles, keep, sides)
-        steps.append(DevicePass(work, keep, bool(written[mine].any()), bool(written[mine].all())))
-        written[mine] = True
+        members = _written_members(tiles, keep, sides)
+        steps.append(DevicePass(work, keep, bool(written[members].any()), bool(written[members].all())))
+        written[members] = True
     covers = bool(written.all()) and all(x.covered or not x.accumulates for x in steps)
     return DevicePasses(tuple(steps), covers)
 
 
-def _kept_passes(place: Place, tile: int, by_keys: bool) -> Iterator[tuple[Pass, Pattern | None]]:
+def _without_own_conditions(place: Place, tile: int, by_keys: bool) -> Iterator[tuple[Pass, Pattern | None]]:
     """The passes of a plan without the conditions on a tile's own members, and those conditions.
 
     `window(128) - every(64)` by tiles of keys is a window of which every 64th key is computed and discarded:
     otherwise each block would need a mask for a key or two, which costs more than computing those keys.
     """
-    for one in plan(*place, tile, by_keys).passes:
-        conditions = conjuncts(one.pattern)
+    for source in plan(*place, tile, by_keys).passes:
+        conditions = conjuncts(source.pattern)
         others = [x for x in conditions if (x.reads_query if by_keys else x.reads_key)]
-        own = [x for x in conditions if x not in others]
-        if own and others:
+        own_conditions = [x for x in conditions if x not in others]
+        if own_conditions and others:
             core = plan(reduce(and_, others), *place[1:], tile, by_keys)
-            if len(core.passes) == 1 and core.computed <= 1.1 * one.computed:
-                yield core.passes[0], reduce(and_, own)
+            if len(core.passes) == 1 and core.computed <= 1.1 * source.computed:
+                yield core.passes[0], reduce(and_, own_conditions)
                 continue
-        yield one, None
+        yield source, None
 
 
-def _owned(tiles: Ints, keep: Pattern | None, sides: Sides) -> Ints:
+def _written_members(tiles: Ints, keep: Pattern | None, sides: Sides) -> Ints:
     """The members whose results a pass with these tiles writes."""
     first, hop, count = tiles.T
     place = np.arange(int(count.max(initial=0)))

@@ -1,4 +1,4 @@
-"""Tiles and blocks as lists of members, for short calls and for grids; and which pairs of a block are allowed.
+"""Tiles and blocks as lists of members, for short calls and for grids; and passes with the masks of their blocks.
 
 Both sides of the gradients of a short call, for one launch. A plan of few pairs may have several passes, each a
 launch. If the GPU waits for the CPU, the number of launches matters, not the work. So members with the same partners,
@@ -7,7 +7,7 @@ once, by the program that sums it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import product
 from math import prod
@@ -18,12 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Pattern, full, neighborhood
+from ...pattern import Pattern, neighborhood
 from ...pattern.grid import Axis
 from ...pattern.parts import row_steps
 from ...progression import Ints
 from ..call import Place
 from .call import Config
+from .mask import MASK_WORDS, MEMBERS, Masks, distinct_rows, mask_words
 from .schedule import (
     BEGINS,
     ITEM,
@@ -31,19 +32,22 @@ from .schedule import (
     WIDTH,
     DevicePass,
     DevicePasses,
+    HopperSchedule,
     Schedule,
     Sides,
     device_passes,
+    indices_of_blocks,
+    ranks,
 )
 
-EMPTY_PLACE = -1  # marks an empty entry of a tile or a block
+NO_MEMBER = -1  # marks an empty entry of a tile or a block
 HEAVY = 1.5  # members with so many times the median number of partners get tiles of their own
 
 Table = NDArray[np.bool_]
 
 
 @lru_cache(maxsize=256)
-def tables(
+def one_launch_tables(
     place: Place, tile: tuple[int, int], device: torch.device
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Items, members and blocks of the tiles of keys, then of the tiles of queries; and the number of tiles of keys.
@@ -73,10 +77,11 @@ def tile_lists(allowed: Table, hops: list[int], tile: int, block: int) -> TileLi
     """The cheapest assignment of members (rows of the table) to tiles; each tile costs one more block."""
     bits = np.packbits(allowed, axis=1)  # eight pairs at a time
     tilings = [_tiles(order, tile) for order in _orders(allowed, hops)]
-    met = [_met(bits, one, allowed.shape[1], by_all=False) for one in tilings]
-    cost = [int((-(-x.sum(1) // block) + 1).sum()) for x in met]
+    partners = [_partners(bits, tiles, allowed.shape[1], by_all=False) for tiles in tilings]
+    cost = [int((-(-x.sum(1) // block) + 1).sum()) for x in partners]
     best = cost.index(min(cost))
-    return _cut(tilings[best], met[best], _met(bits, tilings[best], allowed.shape[1], by_all=True), block)
+    of_all = _partners(bits, tilings[best], allowed.shape[1], by_all=True)
+    return _cut_into_blocks(tilings[best], partners[best], of_all, block)
 
 
 def _orders(allowed: Table, hops: list[int]) -> Iterator[list[Ints]]:
@@ -91,58 +96,41 @@ def _orders(allowed: Table, hops: list[int]) -> Iterator[list[Ints]]:
 
 
 def _tiles(groups: list[Ints], tile: int) -> Ints:
-    filled = [np.pad(group, (0, -len(group) % tile), constant_values=EMPTY_PLACE) for group in groups]
+    filled = [np.pad(group, (0, -len(group) % tile), constant_values=NO_MEMBER) for group in groups]
     return np.concatenate(filled).reshape(-1, tile)
 
 
-def _met(bits: NDArray[np.uint8], tiles: Ints, others: int, by_all: bool) -> Table:
+def _partners(bits: NDArray[np.uint8], tiles: Ints, others: int, by_all: bool) -> Table:
     """The partners of each tile: those of any member, or those of all members."""
     neutral = np.full((1, bits.shape[1]), 255 if by_all else 0, dtype=np.uint8)  # row −1, the neutral element
     rows = np.concatenate([bits, neutral])[tiles]
-    found = (np.bitwise_and if by_all else np.bitwise_or).reduce(rows, axis=1)
-    return np.unpackbits(found, axis=1, count=others).astype(bool)
+    result = (np.bitwise_and if by_all else np.bitwise_or).reduce(rows, axis=1)
+    return np.unpackbits(result, axis=1, count=others).astype(bool)
 
 
-def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
+def _cut_into_blocks(tiles: Ints, of_any: Table, of_all: Table, block: int) -> TileLists:
     """The blocks of each tile."""
     items, blocks, at = [], [], 0
-    length = -(-by_some.sum(1) // block)
+    length = -(-of_any.sum(1) // block)
     order = np.argsort(-length, kind="stable")
     for t in order:
-        whole = np.flatnonzero(by_all[t])
-        whole = whole[: len(whole) // block * block]
-        by_some[t, whole] = False
-        met = np.concatenate([whole, np.flatnonzero(by_some[t])])
-        items.append((0, 0, 0, at, at + len(whole) // block, at + length[t], *[-1] * (ITEM - 6)))
-        blocks.append(np.pad(met, (0, length[t] * block - len(met)), constant_values=EMPTY_PLACE))
+        complete = np.flatnonzero(of_all[t])
+        complete = complete[: len(complete) // block * block]
+        of_any[t, complete] = False
+        partners = np.concatenate([complete, np.flatnonzero(of_any[t])])
+        items.append((0, 0, 0, at, at + len(complete) // block, at + length[t], *[-1] * (ITEM - 6)))
+        blocks.append(np.pad(partners, (0, length[t] * block - len(partners)), constant_values=NO_MEMBER))
         at += length[t]
     shape = max(at, 1), block  # one block at least: a kernel is given a table
-    full = np.full(shape, EMPTY_PLACE, dtype=np.int64)
-    full[:at] = np.concatenate(blocks).reshape(-1, block)
-    return TileLists(np.array(items), tiles[order], full)
+    table = np.full(shape, NO_MEMBER, dtype=np.int64)
+    table[:at] = np.concatenate(blocks).reshape(-1, block)
+    return TileLists(np.array(items), tiles[order], table)
 
 
-# Masks, for the Hopper kernels: one bit per pair, which is 1 if the pair is allowed. Bits cost less than conditions,
-# and kernels need not be compiled for each pattern. Where a pattern repeats itself, blocks share a mask: most passes
-# have a few.
+# The passes of the Hopper kernels, with a mask for each block that has to be tested.
 
-MEMBERS = 64  # the number of members of a tile, and of a block
-MASK = 128  # words: one for each thread of a Hopper kernel
 TILES = Config(MEMBERS, MEMBERS, 4, 1)  # of all Hopper kernels; their other numbers do not matter here
-FACTORS = np.random.default_rng(0).integers(1 << 62, size=MASK)  # of the words of a row, modulo 2⁶⁴
 AT_A_TIME = 1024  # masks that are computed at a time: 17 MB of bits
-
-
-@dataclass(frozen=True, eq=False)
-class Masks:
-    """The masks of the blocks of a schedule. Word 8 of a block: its number of members + 256 × the number of its mask,
-    of which the first allows no pair. If tiles are boxes, lists of members follow; word 1 of a block: where its list
-    begins."""
-
-    words: Tensor  # (x, MASK); boxes: flat
-    spread: str | None = None  # boxes: source code of the distance of member a of a tile from the first one
-    owned: str | None = None  # … of whether it belongs to this tile, by word 11 of a block; None: all do
-    pairs: int = 0  # boxes: the number of pairs that are computed
 
 
 @lru_cache(maxsize=256)
@@ -154,7 +142,7 @@ def with_masks(place: Place, by_keys: bool, device: torch.device) -> DevicePasse
     return replace(route, steps=tuple(steps))
 
 
-def _masked(work: Schedule, sides: Sides) -> Schedule:
+def _masked(work: Schedule, sides: Sides) -> HopperSchedule:
     device, period = work.blocks.device, work.pattern.shift_period if sides.step == 1 else 0
     blocks = work.blocks.cpu().numpy().astype(np.int64)
     tested = blocks[:, 9] & TESTED != 0
@@ -163,27 +151,19 @@ def _masked(work: Schedule, sides: Sides) -> Schedule:
     for at in (2, 5):  # 0: there is no such segment
         words[:, at : at + 3] *= words[:, at : at + 1] < MEMBERS
     if period:  # tiles are shifted to the first period, so that equal blocks have equal words
-        by = words[:, 10:11] // period * period
-        words[:, [0, 10]] -= by
-        words[:, [3, 6]] -= by * (words[:, [2, 5]] > 0)
-    distinct, which = _distinct(words)
-    some = torch.from_numpy(distinct).split(AT_A_TIME)
-    where = device if len(some) > 1 else some[0].device
-    found = torch.cat([_bits(_allowed(work.pattern, x.to(where), sides)).cpu() for x in some])
-    masks, of = _distinct(found.numpy())
-    blocks[tested, 8] += 256 * (1 + of[which])
-    words = np.concatenate([np.zeros_like(masks, shape=(1, MASK)), masks])
-    moved, words = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (blocks, words))
-    return replace(work, blocks=moved, masks=Masks(words))
-
-
-def _distinct(rows: Ints) -> tuple[Ints, Ints]:
-    """The distinct rows, and which of them each row is, by a number for each row: sorting rows takes far longer."""
-    number = np.einsum("rc,c->r", rows, FACTORS[: rows.shape[1]])
-    _, first, which = np.unique(number, return_index=True, return_inverse=True)
-    if (rows != rows[first][which]).any():  # different rows have one number
-        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return rows[first], which.ravel()
+        shift = words[:, 10:11] // period * period
+        words[:, [0, 10]] -= shift
+        words[:, [3, 6]] -= shift * (words[:, [2, 5]] > 0)
+    distinct, nth_distinct = distinct_rows(words)
+    chunks = torch.from_numpy(distinct).split(AT_A_TIME)
+    where = device if len(chunks) > 1 else chunks[0].device
+    computed = torch.cat([mask_words(_allowed(work.pattern, x.to(where), sides)).cpu() for x in chunks])
+    masks, nth_mask = distinct_rows(computed.numpy())
+    blocks[tested, 8] += 256 * (1 + nth_mask[nth_distinct])
+    words = np.concatenate([np.zeros_like(masks, shape=(1, MASK_WORDS)), masks])
+    on_device, words = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (blocks, words))
+    sizes = np.diff(np.flatnonzero(blocks[:, 9] & BEGINS), append=len(blocks))
+    return HopperSchedule(on_device, sizes, Masks(words), work.segments, work.ragged)
 
 
 def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
@@ -196,14 +176,6 @@ def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
     rows, j = (other, own) if sides.by_keys else (own, other)
     allowed = torch.as_tensor(pattern.allows(sides.start + sides.step * rows, j), device=words.device)
     return allowed & (c < end)[:, None].expand(-1, MEMBERS, -1)
-
-
-def _bits(allowed: Tensor) -> Tensor:
-    """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
-    columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by u, row, column."""
-    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 4, 2, 6).reshape(-1, MASK, 32)
-    nth = torch.arange(32, dtype=torch.int32, device=allowed.device)
-    return (of_thread.int() << nth).sum(-1, dtype=torch.int32)  # int64 takes four times as long
 
 
 # Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
@@ -231,21 +203,21 @@ def in_boxes(place: Place, by_keys: bool, device: torch.device) -> DevicePasses 
     if not isinstance(place[0], neighborhood):
         return None
     lines = device_passes(place, TILES, by_keys, device)
-    made = _boxes(place[0], by_keys, len(lines.steps[0].work.blocks), device)
-    return None if made is None else DevicePasses((DevicePass(made, None, False, False),), True)
+    work = _boxes(place[0], by_keys, len(lines.steps[0].work.blocks), device)
+    return None if work is None else DevicePasses((DevicePass(work, None, False, False),), True)
 
 
 @lru_cache(maxsize=64)
-def _boxes(grid: neighborhood, by_keys: bool, below: int, device: torch.device) -> Schedule | None:
+def _boxes(grid: neighborhood, by_keys: bool, below: int, device: torch.device) -> HopperSchedule | None:
     """Queries, or keys, in the boxes of 33 to 64 members that have the fewest blocks; None if these are not fewer
     than `below`, or if the grid is smaller than any such box."""
-    cuts = [{s: _intervals(axis, s, by_keys) for s in _sides(axis)} for axis in grid.axes]
+    cuts = [{s: _intervals(axis, s, by_keys) for s in _interval_sizes(axis)} for axis in grid.axes]
     fit = (box for box in product(*cuts) if MEMBERS // 2 < prod(box) <= MEMBERS)
     boxes = {box: [cut[s] for cut, s in zip(cuts, box)] for box in fit}
     best = min(boxes, key=lambda box: _count(boxes[box]), default=None)
     if best is None or _count(boxes[best]) >= below or _count(boxes[best], once=True) > MAX_LISTS:
         return None
-    return _schedule(grid, best, boxes[best], device)
+    return _box_schedule(grid, best, boxes[best], device)
 
 
 def _count(cuts: list[Cut], once: bool = False) -> int:
@@ -258,100 +230,96 @@ def _count(cuts: list[Cut], once: bool = False) -> int:
     return int((-(-keys // MEMBERS) * tiles).sum())
 
 
-def _sides(axis: Axis) -> list[int]:
+def _interval_sizes(axis: Axis) -> list[int]:
     """The sizes of intervals to try: powers of two, and all that the shortest residue class has."""
-    most = max(axis.length // axis.step, 1)
-    return sorted({min(1 << x, most) for x in range(7)})
+    longest = max(axis.length // axis.step, 1)
+    return sorted({min(1 << x, longest) for x in range(7)})
 
 
 def _intervals(axis: Axis, side: int, by_keys: bool) -> Cut:
     (low, high), step = axis.ends(by_keys), axis.step
     classes = [np.arange(residue, axis.length, step) for residue in range(min(step, axis.length))]
-    whole = [np.arange(0, len(x), side) for x in classes]
-    begins = [np.minimum(y, len(x) - side) for x, y in zip(classes, whole)]
+    regular = [np.arange(0, len(x), side) for x in classes]
+    begins = [np.minimum(y, len(x) - side) for x, y in zip(classes, regular)]
     first = np.concatenate([x[y] for x, y in zip(classes, begins)])
-    found: dict[tuple[bytes, bytes], int] = {}
+    number_of: dict[tuple[bytes, bytes], int] = {}
     kinds: list[tuple[Ints, Table]] = []
     partner, kind = [], []
     for begin in first:
         own = begin + step * np.arange(side)[:, None]
-        others = np.arange(low[own].min(), high[own].max() + 1, step)
-        meet = axis.allows(others, own) if by_keys else axis.allows(own, others)
-        partners, meet = others[meet.any(0)], meet[:, meet.any(0)]
-        name = (partners - partners[0]).tobytes(), meet.tobytes()
-        if name not in found:
-            found[name] = len(kinds)
-            kinds.append((partners - partners[0], meet))
+        candidates = np.arange(low[own].min(), high[own].max() + 1, step)
+        allowed = axis.allows(candidates, own) if by_keys else axis.allows(own, candidates)
+        partners, allowed = candidates[allowed.any(0)], allowed[:, allowed.any(0)]
+        key = (partners - partners[0]).tobytes(), allowed.tobytes()
+        if key not in number_of:
+            number_of[key] = len(kinds)
+            kinds.append((partners - partners[0], allowed))
         partner.append(partners[0])
-        kind.append(found[name])
-    shared = np.concatenate(whole) - np.concatenate(begins)
+        kind.append(number_of[key])
+    shared = np.concatenate(regular) - np.concatenate(begins)
     return Cut(first, shared, np.array(partner), np.array(kind), kinds)
 
 
-def _columns(along: list[tuple[Ints, Table]], strides: list[int]) -> tuple[Ints, Ints]:
+def _columns(axes: list[tuple[Ints, Table]], strides: list[int]) -> tuple[Ints, Ints]:
     """The keys of one kind of tile, in blocks, −1 behind the last; and for each, one bit per query of the tile."""
     keys, allowed = np.zeros(1, dtype=np.int64), np.array([EVERY_QUERY])
-    for at, (partners, meet) in enumerate(along):
-        outer, inner = (prod(len(rows) for _, rows in x) for x in (along[:at], along[at + 1 :]))
-        queries = np.tile(np.repeat(meet, inner, axis=0), (outer, 1))
+    for at, (partners, is_partner) in enumerate(axes):
+        outer, inner = (prod(len(rows) for _, rows in x) for x in (axes[:at], axes[at + 1 :]))
+        queries = np.tile(np.repeat(is_partner, inner, axis=0), (outer, 1))
         queries = np.pad(queries, ((0, MEMBERS - len(queries)), (0, 0)), constant_values=True)
         bits = np.packbits(queries, axis=0, bitorder="little").T.copy().view("<u8").ravel()
         keys = np.add.outer(keys, partners * strides[at]).ravel()
         allowed = np.bitwise_and.outer(allowed, bits).ravel()
-    order, rest = np.argsort(allowed != EVERY_QUERY, kind="stable"), (0, -len(keys) % MEMBERS)
-    keys = np.pad(keys[order], rest, constant_values=EMPTY_PLACE)
-    return keys.reshape(-1, MEMBERS), np.pad(allowed[order], rest).reshape(-1, MEMBERS)
+    order, padding = np.argsort(allowed != EVERY_QUERY, kind="stable"), (0, -len(keys) % MEMBERS)
+    keys = np.pad(keys[order], padding, constant_values=NO_MEMBER)
+    return keys.reshape(-1, MEMBERS), np.pad(allowed[order], padding).reshape(-1, MEMBERS)
 
 
-def _schedule(grid: neighborhood, box: tuple[int, ...], cuts: list[Cut], device: torch.device) -> Schedule:
+def _box_schedule(
+    grid: neighborhood, box: tuple[int, ...], cuts: list[Cut], device: torch.device
+) -> HopperSchedule:
     strides = [prod(grid.grid[at + 1 :]) for at in range(len(box))]
 
-    def of_tiles(along: Any) -> Ints:
+    def of_tiles(numbers: Any) -> Ints:
         """The sum of a number per interval of each axis, for every tile."""
-        return reduce(np.add.outer, along).ravel()
+        return reduce(np.add.outer, numbers).ravel()
 
     radix = [prod(len(cut.kinds) for cut in cuts[at + 1 :]) for at in range(len(box))]
     distinct, kind = np.unique(of_tiles(cut.kind * x for cut, x in zip(cuts, radix)), return_inverse=True)
     of_axes = zip(*np.unravel_index(distinct, [len(cut.kinds) for cut in cuts]))
-    made = [_columns([cut.kinds[x] for cut, x in zip(cuts, kinds)], strides) for kinds in of_axes]
-    size = np.array([len(keys) for keys, _ in made])
-    keys, allowed = (np.concatenate(x) for x in zip(*made))
-    held = (keys != EMPTY_PLACE).sum(1)
-    lists, nth_list = _distinct(np.where(keys == EMPTY_PLACE, 0, keys - keys[:, :1]))
+    columns = [_columns([cut.kinds[x] for cut, x in zip(cuts, kinds)], strides) for kinds in of_axes]
+    size = np.array([len(keys) for keys, _ in columns])
+    keys, allowed = (np.concatenate(x) for x in zip(*columns))
+    counts = (keys != NO_MEMBER).sum(1)
+    lists, nth_list = distinct_rows(np.where(keys == NO_MEMBER, 0, keys - keys[:, :1]))
     tested: Table = (allowed != EVERY_QUERY).any(1)
-    masks, nth_mask = _distinct(allowed[tested].view(np.int64))
+    masks, nth_mask = distinct_rows(allowed[tested].view(np.int64))
     pairs = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").reshape(-1, MEMBERS, MEMBERS)
-    bits = _bits(torch.from_numpy(pairs.swapaxes(1, 2).copy()))
-    words = np.concatenate([np.zeros(MASK, dtype=np.int64), bits.numpy().ravel(), lists.ravel()])
+    bits = mask_words(torch.from_numpy(pairs.swapaxes(1, 2).copy()))
+    words = np.concatenate([np.zeros(MASK_WORDS, dtype=np.int64), bits.numpy().ravel(), lists.ravel()])
 
-    per_tile = size[kind]
-    ends = np.cumsum(per_tile)
-    tile = np.repeat(np.arange(len(kind)), per_tile)
-    nth = np.arange(ends[-1]) - (ends - per_tile)[tile]
-    at = (np.cumsum(size) - size)[kind[tile]] + nth  # in `keys`
+    sizes = size[kind]
+    tile, at = np.repeat(np.arange(len(kind)), sizes), indices_of_blocks(size, kind)
     mask = np.zeros(len(tested), dtype=np.int64)
     mask[tested] = 1 + nth_mask
     blocks = np.zeros((len(tile), WIDTH), dtype=np.int64)
     blocks[:, 0] = of_tiles(cut.partner * x for cut, x in zip(cuts, strides))[tile] + keys[at, 0]
-    blocks[:, 1] = (MASK * (1 + len(masks)) + MEMBERS * nth_list)[at]
-    blocks[:, 8] = (held + 256 * mask)[at]
-    blocks[:, 9] = TESTED * tested[at] + BEGINS * (nth == 0) + 256 * prod(box)
+    blocks[:, 1] = (MASK_WORDS * (1 + len(masks)) + MEMBERS * nth_list)[at]
+    blocks[:, 8] = (counts + 256 * mask)[at]
+    blocks[:, 9] = TESTED * tested[at] + BEGINS * (ranks(sizes) == 0) + 256 * prod(box)
     blocks[:, 10] = of_tiles(cut.first * x for cut, x in zip(cuts, strides))[tile]
     blocks[:, 11] = of_tiles(cut.shared << 6 * at for at, cut in enumerate(cuts))[tile]
-    along = [_coordinate(side, prod(box[at + 1 :])) for at, side in enumerate(box)]
-    apart = [stride * step for stride, step in zip(strides, grid.step)]
-    spread = " + ".join(f"{x} * {stride}" for x, stride in zip(along, apart))
-    owned = [f"({x} >= ((hop >> {6 * at}) & 63))" for at, x in enumerate(along) if cuts[at].shared.any()]
+    axes = [_coordinate(side, prod(box[at + 1 :])) for at, side in enumerate(box)]
+    distances = [stride * step for stride, step in zip(strides, grid.step)]
+    spread = " + ".join(f"{x} * {stride}" for x, stride in zip(axes, distances))
+    shared = (at for at, cut in enumerate(cuts) if cut.shared.any())
+    tests = (f"({axes[at]} >= ((hop >> {6 * at}) & 63))" for at in shared)
 
     def to_device(rows: Ints) -> Tensor:
         return torch.from_numpy(rows.astype(np.int32)).to(device)
 
-    none = torch.zeros((0, ITEM), dtype=torch.int32, device=device)
-    found = Masks(to_device(words), spread, " & ".join(owned) or None, MEMBERS * int(held[at].sum()))
-    return Schedule(
-        pattern=full(), items=none, blocks=to_device(blocks), joins=none, segments=2, ragged=True, slots=0,
-        ends=ends, masks=found,
-    )  # fmt: skip
+    all_masks = Masks(to_device(words), spread, " & ".join(tests) or None, MEMBERS * int(counts[at].sum()))
+    return HopperSchedule(to_device(blocks), sizes, all_masks, segments=2)
 
 
 def _coordinate(side: int, inner: int) -> str:

@@ -17,8 +17,19 @@ from torch import Tensor
 
 from ...progression import Ints
 from .call import Layout, exceeds_int32
-from .schedule import BEGINS, ITEM, MIN_SPLIT, TESTED, WIDTH, DevicePass, DevicePasses, Schedule, repeated
-from .tile_lists import MEMBERS, Masks
+from .mask import MEMBERS, Masks
+from .schedule import (
+    BEGINS,
+    ITEM,
+    MIN_SPLIT,
+    TESTED,
+    WIDTH,
+    DevicePass,
+    DevicePasses,
+    HopperSchedule,
+    indices_of_blocks,
+    ranks,
+)
 
 MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
@@ -46,50 +57,54 @@ class WorkSplit:
     rows: int = 1  # batch rows with chunks of their own, as many of each, one row after the other
 
     @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """As the kernels take them."""
+        return self.chunks, self.blocks, self.slot, self.masks
+
+    @property
     def programs(self) -> int:
         """Of one head."""
         return len(self.chunks) // self.rows
 
 
-def by_length(route: DevicePasses, programs: int) -> DevicePasses:
+def by_size(route: DevicePasses, programs: int) -> DevicePasses:
     """Tiles that have more blocks than a program's share are split, and are a pass of their own: otherwise every tile
     would be cut where those are. programs: those of a head that run at the same time."""
     steps: list[DevicePass] = []
     for step in route.steps:
-        size = np.diff(step.work.ends, prepend=0)
+        size = step.work.sizes
         long = size < 0
-        while (more := ~long & (size > max(size[~long].sum() / programs + MIN_EXCESS, MIN_SPLIT))).any():
-            long |= more
+        while (longer := ~long & (size > max(size[~long].sum() / programs + MIN_EXCESS, MIN_SPLIT))).any():
+            long |= longer
         steps += [
-            replace(step, work=_of_tiles(step.work, tiles, slots))
-            for tiles, slots in ((long, 1), (~long, 0))
+            replace(step, work=_of_tiles(step.work, tiles, is_long))
+            for tiles, is_long in ((long, True), (~long, False))
             if tiles.any()
         ]
     return replace(route, steps=tuple(steps))
 
 
-def _of_tiles(work: Schedule, tiles: NDArray[np.bool_], slots: int) -> Schedule:
-    """The blocks of some of the tiles; slots: whether they are split."""
-    size = np.diff(work.ends, prepend=0)
+def _of_tiles(work: HopperSchedule, tiles: NDArray[np.bool_], split: bool) -> HopperSchedule:
+    """The blocks of some of the tiles; split: whether programs share these."""
     if tiles.all():
-        return work if slots == work.slots else replace(work, slots=slots)
-    held = torch.from_numpy(np.flatnonzero(np.repeat(tiles, size)))
-    blocks = work.blocks[held.to(work.blocks.device)]
-    return replace(work, blocks=blocks, ends=np.cumsum(size[tiles]), slots=slots)
+        return work if split == work.split else replace(work, split=split)
+    indices = torch.from_numpy(indices_of_blocks(work.sizes, np.flatnonzero(tiles)))
+    blocks = work.blocks[indices.to(work.blocks.device)]
+    return replace(work, blocks=blocks, sizes=work.sizes[tiles], split=split)
 
 
-def heads_at_a_time(work: Schedule, heads: int, others: Layout, programs: int) -> int:
+def heads_at_a_time(work: HopperSchedule, heads: int, others: Layout, programs: int) -> int:
     """How many heads run at the same time: all, or if the rows of the other side (two tensors like `others`) do not
     fit into the cache, as few as leave every program enough blocks. If programs share tiles, all do."""
     rows = 2 * 2 * math.prod(others.shape)  # bytes
-    if work.slots or work.rows > 1 or rows <= CACHE:
+    if work.split or work.rows > 1 or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
     return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)
 
 
 def split_work(
-    work: Schedule,
+    work: HopperSchedule,
     heads: int,
     programs: int,
     group: int = 1,
@@ -104,18 +119,17 @@ def split_work(
     dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
     backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
-    per_tile = np.diff(work.ends, prepend=0)
-    size, table = group * per_tile, work.blocks.cpu().numpy()
-    k = min(max(programs // heads, 1), int(size.sum()) if work.slots else len(size))
-    if work.rows and work.slots:
+    size, table = group * work.sizes, work.blocks.cpu().numpy()
+    k = min(max(programs // heads, 1), int(size.sum()) if work.split else len(size))
+    if work.rows and work.split:
         return _in_order(work, table, _equal_pieces(size, k), group, multiple)
-    if work.slots:
-        table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(per_tile)), per_tile)))]
-        pieces = _aligned_pieces(table[:, 0].astype(np.int64), work.ends, per_tile, k, group)
+    if work.split:
+        table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(size)), work.sizes)))]
+        pieces = _aligned_pieces(table[:, 0].astype(np.int64), work.sizes, k, group)
         return _in_order(work, table, pieces.T, group, multiple)
-    each = 0
+    per_row = 0
     if work.rows:
-        program_of, each = _by_rows(work, size, heads, programs, dynamic_share, multiple)
+        program_of, per_row = _by_rows(work, size, heads, programs, dynamic_share, multiple)
     elif not work.ordered and work.masks.spread is None and (table[:, 11] > 1).any():
         program_of = _in_rounds(size, k, dynamic_share, multiple, backwards)
     else:
@@ -124,21 +138,21 @@ def split_work(
     # Tiles in order, or backwards: those that run at the same time are of one head and share keys in the cache.
     order = np.arange(len(size))[:: -1 if backwards else 1]
     tile = order[np.argsort(program_of[order], kind="stable")]
-    whole = np.stack([tile, np.zeros_like(tile), size[tile], program_of[tile]])
-    return _in_order(work, table, whole, group, multiple, each)
+    uncut = np.stack([tile, np.zeros_like(tile), size[tile], program_of[tile]])
+    return _in_order(work, table, uncut, group, multiple, per_row)
 
 
 def _in_order(
-    work: Schedule, table: NDArray[Any], pieces: Ints, group: int, multiple: int, each: int = 0
+    work: HopperSchedule, table: NDArray[Any], pieces: Ints, group: int, multiple: int, per_row: int = 0
 ) -> WorkSplit:
     """The blocks in the order of execution. pieces: tile, first and end of its blocks, program; by program.
 
-    each: if batch rows differ, the number of programs for each of them. A row has empty ones after its own: a block
-    without members, of a tile without members, writes nothing.
+    per_row: if batch rows differ, the number of programs of each. A row has empty ones after its own: a block without
+    members, of a tile without members, writes nothing.
     """
-    (tile, begin, end, program_of), per_tile = pieces, np.diff(work.ends, prepend=0)
-    parts = np.bincount(tile, minlength=len(per_tile))[tile]
-    in_tile = np.lexsort((begin, tile)) if work.slots else tile[:0]
+    (tile, begin, end, program_of), sizes = pieces, work.sizes
+    parts = np.bincount(tile, minlength=len(sizes))[tile]
+    in_tile = np.lexsort((begin, tile)) if work.split else tile[:0]
     in_tile = in_tile[parts[in_tile] > 1]
     slot = np.full(len(tile), -1)
     slot[in_tile] = np.arange(len(in_tile))
@@ -152,8 +166,8 @@ def _in_order(
     nth, stops = np.arange(total) + np.repeat(begin - starts, length), np.repeat(end, length)
     empty = np.flatnonzero(nth >= stops)
     nth[empty] = stops[empty] - 1
-    head, nth = np.divmod(nth, np.repeat(per_tile[tile], length)) if group > 1 else (0, nth)
-    blocks = table[nth + np.repeat((work.ends - per_tile)[tile], length)]
+    head, nth = np.divmod(nth, np.repeat(sizes[tile], length)) if group > 1 else (0, nth)
+    blocks = table[nth + np.repeat((np.cumsum(sizes) - sizes)[tile], length)]
     blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * head
     blocks[starts, 9] |= BEGINS
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
@@ -162,54 +176,56 @@ def _in_order(
     joins[:, :2], joins[:, 2] = of_first[:, 10:], of_first[:, 9] >> 8 & 255
     joins[:, 3], joins[:, 4] = slot[first], parts[first]
 
-    nobody = np.zeros((multiple if each else 0, WIDTH), dtype=np.int32)
-    nobody[:, 9], nobody[:1, 9] = TESTED, TESTED | BEGINS
-    of, begins = program_of[runs] if each else np.arange(len(runs)), starts[runs]
-    chunks = np.empty((work.rows * each or len(runs), 4 + WIDTH), dtype=np.int32)
-    chunks[:, :4], chunks[:, 4:] = [total, total + multiple] * 2, nobody[:1].sum(0)
-    chunks[of, 0], chunks[of, 1], chunks[of, 4:] = begins, np.append(begins[1:], total), blocks[begins]
+    idle = np.zeros((multiple if per_row else 0, WIDTH), dtype=np.int32)
+    idle[:, 9], idle[:1, 9] = TESTED, TESTED | BEGINS
+    chunk, begins = program_of[runs] if per_row else np.arange(len(runs)), starts[runs]
+    chunks = np.empty((work.rows * per_row or len(runs), 4 + WIDTH), dtype=np.int32)
+    chunks[:, :4], chunks[:, 4:] = [total, total + multiple] * 2, idle[:1].sum(0)
+    chunks[chunk, 0], chunks[chunk, 1] = begins, np.append(begins[1:], total)
+    chunks[chunk, 4:] = blocks[begins]
     chunks[:, 2:4] = chunks[:, :2]
-    tables: list[NDArray[Any]] = [np.concatenate([blocks, nobody]), chunks, joins, np.repeat(slot, length)]
+    tables: list[NDArray[Any]] = [np.concatenate([blocks, idle]), chunks, joins, np.repeat(slot, length)]
     flat = np.concatenate([x.ravel() for x in tables], dtype=np.int32, casting="unsafe")
     # By one copy. All but the last table have rows of 32 bytes or more, so each begins at a multiple of 16.
-    moved, until = torch.from_numpy(flat).to(work.masks.words.device), accumulate(x.size for x in tables)
-    there = [moved[end - x.size : end].view(x.shape) for x, end in zip(tables, until)]
-    rows = work.rows if each else 1
-    return WorkSplit(there[0], there[1], there[3], there[2], len(in_tile), work.masks.words, rows)
+    on_device = torch.from_numpy(flat).to(work.masks.words.device)
+    table_ends = accumulate(x.size for x in tables)
+    views = [on_device[end - x.size : end].view(x.shape) for x, end in zip(tables, table_ends)]
+    rows = work.rows if per_row else 1
+    return WorkSplit(views[0], views[1], views[3], views[2], len(in_tile), work.masks.words, rows)
 
 
 # Packed documents, whose heads stay apart: new ids come at every step, and with all heads in one table preparing them
 # took 40 ms.
 
 
-def shares_tiles(work: Schedule, heads: int, programs: int) -> bool:
+def shares_tiles(work: HopperSchedule, heads: int, programs: int) -> bool:
     """Whether programs share tiles: if otherwise the longest takes so much more than its share that merging pays."""
-    size = np.sort(np.diff(work.ends, prepend=0))[::-1]
+    size = np.sort(work.sizes)[::-1]
     if work.rows > 1 or size[0] < MIN_SPLIT:
         return False
     k = int(_programs_of_rows(work, heads, programs)[0])
-    some = size[::k] + 1  # of the k · x + 1 longest tiles, one program has x + 1
-    longest = (some * np.arange(1, len(some) + 1)).max()
+    every_kth = size[::k] + 1  # of the k · x + 1 longest tiles, one program has x + 1
+    longest = (every_kth * np.arange(1, len(every_kth) + 1)).max()
     return bool(longest > MIN_GAIN * (size + 1).sum() / k + MERGING)
 
 
-def _programs_of_rows(work: Schedule, heads: int, programs: int) -> Ints:
+def _programs_of_rows(work: HopperSchedule, heads: int, programs: int) -> Ints:
     """Of the heads of each batch row, by its share of the blocks."""
-    blocks = np.bincount(work.row, np.diff(work.ends, prepend=0), work.rows).astype(np.int64)
+    blocks = np.bincount(work.row, work.sizes, work.rows).astype(np.int64)
     turns = -(-MIN_OF_HEAD * heads // programs)  # in which programs run, one after the other
     share = turns * programs * blocks // (heads // work.rows * len(work.blocks))
     return np.minimum(share, np.maximum(blocks // MIN_BLOCKS, programs // heads)).clip(1)
 
 
-def _by_rows(work: Schedule, size: Ints, heads: int, programs: int, *how: Any) -> tuple[Ints, int]:
+def _by_rows(work: HopperSchedule, size: Ints, heads: int, programs: int, *rule: Any) -> tuple[Ints, int]:
     """The program of each tile, those of a batch row after those of the one before; and if there are several rows,
     how many programs each of them has."""
-    found, k = [], _programs_of_rows(work, heads, programs)
+    program_of, k = [], _programs_of_rows(work, heads, programs)
     for row, (a, b) in enumerate(pairwise(work.row.searchsorted(np.arange(work.rows + 1)).tolist())):
         order = np.argsort(-size[a:b], kind="stable")
-        found.append(_in_turn(order, size[a:b], min(int(k[row]), b - a), *how))
-    each = 1 + max(int(x.max(initial=-1)) for x in found)
-    return np.concatenate(found) + each * work.row, each if work.rows > 1 else 0
+        program_of.append(_in_turn(order, size[a:b], min(int(k[row]), b - a), *rule))
+    per_row = 1 + max(int(x.max(initial=-1)) for x in program_of)
+    return np.concatenate(program_of) + per_row * work.row, per_row if work.rows > 1 else 0
 
 
 def _equal_pieces(size: Ints, programs: int) -> Ints:
@@ -241,9 +257,9 @@ def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles
     program_of = np.zeros(len(size), dtype=np.int64)
     program_of[order[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
     chosen = []
-    for more in (size[order[:assigned]] + 1).tolist():
-        work, program = load[0]
-        heapq.heapreplace(load, (work + more, program))
+    for blocks in (size[order[:assigned]] + 1).tolist():
+        least, program = load[0]
+        heapq.heapreplace(load, (least + blocks, program))
         chosen.append(program)
     program_of[order[:assigned]] = chosen
     return program_of
@@ -268,33 +284,34 @@ def _in_rounds(size: Ints, programs: int, dynamic_share: float, tiles_each: int,
     return program_of
 
 
-def _aligned_pieces(row: Ints, ends: Ints, per_tile: Ints, programs: int, group: int) -> Ints:
+def _aligned_pieces(row: Ints, sizes: Ints, programs: int, group: int) -> Ints:
     """Pieces of tiles in the order of execution, program by program: tile, first and end of its blocks, program.
 
     Tiles are cut at the same rows, in pieces of one program's length, so that programs read the same rows at the same
     time; shorter pieces are assigned to the remaining programs, one after the other.
     row: where the blocks of each tile begin, in order.
     """
-    share = -(-group * int(per_tile.sum()) // programs)
-    apart = int(row.max()) + 1
-    keys = [np.add.outer(np.arange(group) * apart, row[e - x : e]).ravel() for e, x in zip(ends, per_tile)]
-    longest = keys[int(np.argmax(per_tile))]
+    share = -(-group * int(sizes.sum()) // programs)
+    row_count = int(row.max()) + 1
+    rows = np.split(row, np.cumsum(sizes)[:-1])
+    keys = [np.add.outer(np.arange(group) * row_count, x).ravel() for x in rows]
+    longest = keys[int(np.argmax(sizes))]
     candidates = [
         _cut_at(keys, longest[at::share], share) for at in {0, len(longest) % share}
     ]  # from either end
     tile, begin, end = max(candidates, key=lambda x: int((x[2] - x[1] >= share).sum()))
-    whole = end - begin >= share
-    full = np.column_stack([tile, begin, end, np.cumsum(whole) - 1])[whole]
-    tile, begin, end = tile[~whole], begin[~whole], end[~whole]
-    left, stop = programs - len(full), np.cumsum(end - begin)
+    complete = end - begin >= share
+    assigned = np.column_stack([tile, begin, end, np.cumsum(complete) - 1])[complete]
+    tile, begin, end = tile[~complete], begin[~complete], end[~complete]
+    idle, stop = programs - len(assigned), np.cumsum(end - begin)
     if not len(tile):
-        return full
-    cut = np.union1d(stop - (end - begin), np.arange(left) * stop[-1] // left)
+        return assigned
+    cut = np.union1d(stop - (end - begin), np.arange(idle) * stop[-1] // idle)
     of = np.searchsorted(stop, cut, side="right")
     size = np.diff(cut, append=stop[-1])
     first = cut - (stop - end)[of]
-    program_of = len(full) + np.searchsorted(np.arange(left) * stop[-1] // left, cut, side="right") - 1
-    return np.concatenate([full, np.column_stack([tile[of], first, first + size, program_of])])
+    program_of = len(assigned) + np.searchsorted(np.arange(idle) * stop[-1] // idle, cut, side="right") - 1
+    return np.concatenate([assigned, np.column_stack([tile[of], first, first + size, program_of])])
 
 
 def _cut_at(keys: list[Ints], cuts: Ints, max_length: int) -> tuple[Ints, Ints, Ints]:
@@ -311,8 +328,8 @@ def _cut_at(keys: list[Ints], cuts: Ints, max_length: int) -> tuple[Ints, Ints, 
 # all programs run at the same time and visit their tiles in one common order, and a tile waits only for earlier ones.
 
 
-def chain(
-    route: DevicePasses, layouts: tuple[Layout, ...], programs: int
+def chain_passes(
+    passes: DevicePasses, layouts: tuple[Layout, ...], programs: int
 ) -> tuple[DevicePass, tuple[Layout, ...], int] | None:
     """All passes of all heads as one, the layouts of flattened heads, and the number of sections; None if one launch
     cannot contain them, or if a section does not fit into the cache.
@@ -321,11 +338,11 @@ def chain(
     waits for it.
     """
     b, h, n, d = layouts[0].shape
-    long, works = as_one_head(layouts), [x.work for x in route.steps]
-    plain = all(x.keep is None and x.work.segments == 1 and not x.work.slots for x in route.steps)
-    if long is None or not (route.joins and plain):
+    one_head, works = as_one_head(layouts), [x.work for x in passes.steps]
+    plain = all(x.keep is None and x.work.segments == 1 and not x.work.split for x in passes.steps)
+    if one_head is None or not (passes.accumulate and plain):
         return None
-    size = np.concatenate([np.diff(x.ends, prepend=0) for x in works])
+    size = np.concatenate([x.sizes for x in works])
     if size.max() > MAX_IN_TILE or b * h * size.sum() > MAX_CHAINED:
         return None
     tables = [x.blocks.cpu().numpy().astype(np.int64) for x in works]
@@ -334,34 +351,33 @@ def chain(
         table[:, 8] += 256 * before
     table = np.concatenate(tables)
     begin = np.cumsum(size) - size
-    of_pass = np.repeat(np.arange(len(tables)), [len(x.work.ends) for x in route.steps])
+    of_pass = np.repeat(np.arange(len(tables)), [len(x.sizes) for x in works])
     all_rows, count = _stretches(table[begin], n)
     stretch = all_rows[table[begin, 10]]
     # A pass is behind the one before it by most of the tiles that run at a time, so that tiles seldom wait.
-    behind = -(-7 * programs * count // (10 * len(size)))
-    live = (2 + behind * (len(tables) - 1)) * np.bincount(all_rows).max() * (len(layouts) + 1) * 2 * d
+    lag = -(-7 * programs * count // (10 * len(size)))
+    live = (2 + lag * (len(tables) - 1)) * np.bincount(all_rows).max() * (len(layouts) + 1) * 2 * d
     read = all_rows[np.minimum(table[:, [0, 0]] + table[:, [1, 1]] * np.array([0, MEMBERS - 1]), n - 1)]
     if live > CACHE or (np.abs(read - np.repeat(stretch, size)[:, None]) > 1).any():
         return None
     written = np.zeros((len(tables) + 1, count), dtype=np.int64)
     np.add.at(written, (of_pass + 1, stretch), 1)
     written = np.cumsum(written, axis=0)  # before each pass, and in the end
-    awaited = np.where(np.array([x.accumulates for x in route.steps])[of_pass], written[of_pass, stretch], 0)
+    awaited = np.where(np.array([x.accumulates for x in passes.steps])[of_pass], written[of_pass, stretch], 0)
     counts = written[-1, stretch] > written[of_pass + 1, stretch]
     table[:, 4:7] = np.repeat(np.column_stack([stretch, awaited, counts]), size, axis=0)
 
-    times = b * h
-    head, tile = np.repeat(np.arange(times), len(size)), np.tile(np.arange(len(size)), times)
-    order = np.lexsort((of_pass[tile], head * count + stretch[tile] + behind * of_pass[tile]))
+    heads = b * h
+    head, tile = np.repeat(np.arange(heads), len(size)), np.tile(np.arange(len(size)), heads)
+    order = np.lexsort((of_pass[tile], head * count + stretch[tile] + lag * of_pass[tile]))
     head, tile = head[order], tile[order]
-    ends, of = np.cumsum(size[tile]), np.repeat(np.arange(len(tile)), size[tile])
-    table = table[begin[tile[of]] + np.arange(ends[-1]) - (ends - size[tile])[of]]
-    table[:, [0, 10]] += n * head[of][:, None]
-    table[:, 4] += count * head[of]
-    blocks = torch.from_numpy(table.astype(np.int32)).to(route.steps[0].work.blocks.device)
-    together = Masks(torch.cat(masks))
-    work = replace(works[0], blocks=blocks, ends=ends, ordered=True, chained=True, masks=together)
-    return DevicePass(work, None, True, False), long, times * count
+    table, head = table[indices_of_blocks(size, tile)], np.repeat(head, size[tile])
+    table[:, [0, 10]] += n * head[:, None]
+    table[:, 4] += count * head
+    blocks = torch.from_numpy(table.astype(np.int32)).to(passes.steps[0].work.blocks.device)
+    all_masks = Masks(torch.cat(masks))
+    work = replace(works[0], blocks=blocks, sizes=size[tile], ordered=True, chained=True, masks=all_masks)
+    return DevicePass(work, None, True, False), one_head, heads * count
 
 
 def _stretches(tiles: Ints, n: int) -> tuple[Ints, int]:
@@ -377,62 +393,61 @@ def _stretches(tiles: Ints, n: int) -> tuple[Ints, int]:
 # read a key from memory once. (Longformer: separately, global rows would be bound by memory, the others by compute.)
 
 
-def mix(
-    route: DevicePasses, layouts: tuple[Layout, ...], step: int, programs: int, dynamic_share: float
+def interleave(
+    passes: DevicePasses, layouts: tuple[Layout, ...], step: int, programs: int, dynamic_share: float
 ) -> tuple[DevicePass, DevicePass, tuple[Layout, ...], WorkSplit] | None:
     """Two passes that write different rows, of which the first is split into pieces that need no test: the first, the
     second with flattened heads (the kernel is compiled for its segments), its layouts, the blocks of both; or None.
 
     Word 7 of a block is the slot of its piece, over all heads; −1: its tile is not split.
     """
-    if not route.apart or len(route.steps) > 2:
+    if not passes.overlap or len(passes.steps) > 2:
         return None
-    pieces, others = sorted(route.steps, key=lambda x: not x.work.slots)
-    flat, long = flatten_heads(others, step, layouts)
+    pieces, others = sorted(passes.steps, key=lambda x: not x.work.split)
+    flat, one_head = flatten_heads(others, step, layouts)
     plain = not (pieces.work.ragged or pieces.keep is not None or flat is others)
-    if not (plain and pieces.work.slots and pieces.work.segments <= others.work.segments <= 2):
+    if not (plain and pieces.work.split and pieces.work.segments <= others.work.segments <= 2):
         return None
     (b, h, n, _), work = layouts[0].shape, pieces.work
-    times, per_tile = b * h, np.diff(work.ends, prepend=0)
+    heads, per_tile = b * h, work.sizes
     table = work.blocks.cpu().numpy()
     tile = np.repeat(np.arange(len(per_tile)), per_tile)
     table = table[np.lexsort((table[:, 0], tile))]
-    nth = np.arange(len(tile)) - np.repeat(work.ends - per_tile, per_tile)
-    begin = np.flatnonzero(nth % PIECE == 0)
+    begin = np.flatnonzero(ranks(per_tile) % PIECE == 0)
     size, count = np.diff(begin, append=len(tile)), -(-per_tile // PIECE)
-    table[:, 7] = np.repeat(times * np.arange(len(begin)), size)
-    head = table[work.ends - per_tile]
+    table[:, 7] = np.repeat(heads * np.arange(len(begin)), size)
+    head = table[np.cumsum(per_tile) - per_tile]
     joins = np.zeros((len(per_tile), ITEM), dtype=np.int64)
     joins[:, :5] = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, np.cumsum(count) - count, count])
 
-    both = repeated(replace(work, blocks=torch.from_numpy(table)), times, n).blocks.numpy()
-    both[:, 7] += np.repeat(np.arange(times), len(table))
-    rest = flat.work.blocks.cpu().numpy().copy()
-    rest[:, 7] = -1
-    size = np.concatenate([np.tile(size, times), np.diff(flat.work.ends, prepend=0)])
-    both, first = np.concatenate([both, rest]), np.cumsum(size) - size
+    both = repeated(replace(work, blocks=torch.from_numpy(table)), heads, n).blocks.numpy()
+    both[:, 7] += np.repeat(np.arange(heads), len(table))
+    other_blocks = flat.work.blocks.cpu().numpy().copy()
+    other_blocks[:, 7] = -1
+    size = np.concatenate([np.tile(size, heads), flat.work.sizes])
+    both, first = np.concatenate([both, other_blocks]), np.cumsum(size) - size
     row = np.where(both[first, 7] < 0, both[first, 10], both[first, 0])  # of a tile, of the keys of a piece
     order = np.argsort(row, kind="stable")
-    ends = np.cumsum(size[order])
-    of = np.repeat(np.arange(len(order)), size[order])
-    both = both[first[order[of]] + np.arange(ends[-1]) - (ends - size[order])[of]]
-    device = work.blocks.device
-    made = replace(flat.work, blocks=torch.from_numpy(both).to(device), ends=ends, ordered=True)
-    cut = split_work(made, 1, programs, dynamic_share=dynamic_share)
-    slot, merged = cut.blocks[:, 7].contiguous(), torch.from_numpy(joins.astype(np.int32)).to(device)
-    return pieces, flat, long, replace(cut, slot=slot, joins=merged, slots=len(begin))
+    device, blocks = work.blocks.device, torch.from_numpy(both[indices_of_blocks(size, order)])
+    interleaved = replace(flat.work, blocks=blocks.to(device), sizes=size[order], ordered=True)
+    cut = split_work(interleaved, 1, programs, dynamic_share=dynamic_share)
+    slot, device_joins = cut.blocks[:, 7].contiguous(), torch.from_numpy(joins.astype(np.int32)).to(device)
+    return pieces, flat, one_head, replace(cut, slot=slot, joins=device_joins, slots=len(begin))
 
 
 def as_one_head(layouts: tuple[Layout, ...]) -> tuple[Layout, ...] | None:
     """All heads as one long sequence, if the memory layout allows it."""
     b, h, n, d = layouts[0].shape
-    long = tuple(x._replace(shape=(1, 1, b * h * n, d)) for x in layouts)
-    contiguous_heads = all(x.shape == layouts[0].shape and _heads_are_contiguous(x) for x in layouts)
-    return long if contiguous_heads and not exceeds_int32(*long) else None
+    flat = tuple(x._replace(shape=(1, 1, b * h * n, d)) for x in layouts)
+    for x in layouts:
+        batch, head, row = x.strides
+        if x.shape != layouts[0].shape or (h > 1 and head != n * row) or (b > 1 and batch != h * n * row):
+            return None
+    return None if exceeds_int32(*flat) else flat
 
 
 def flatten_heads(
-    one: DevicePass, step: int, layouts: tuple[Layout, ...]
+    one_pass: DevicePass, step: int, layouts: tuple[Layout, ...]
 ) -> tuple[DevicePass, tuple[Layout, ...]]:
     """All heads as one long sequence, if the memory layout allows it; otherwise the pass and layouts unchanged.
 
@@ -442,18 +457,22 @@ def flatten_heads(
     step: between the positions of two members of tiles.
     """
     b, h, n, _ = layouts[0].shape
-    times = b * h
-    if times == 1 or one.work.slots or one.work.rows or times * len(one.work.blocks) > MAX_BLOCKS:
-        return one, layouts
-    long = as_one_head(layouts)
+    heads, work = b * h, one_pass.work
+    if heads == 1 or work.split or work.rows or heads * len(work.blocks) > MAX_BLOCKS:
+        return one_pass, layouts
+    flat = as_one_head(layouts)
     # The members whose results count must be the same when all shift by n, and a kernel computes their positions in
     # 32 bits; the masks do not depend on positions.
-    period = 1 if one.keep is None else one.keep.shift_period
-    if long is None or period == 0 or step * n % period or (period > 1 and step * n * times >= 2**31):
-        return one, layouts
-    return replace(one, work=repeated(one.work, times, n)), long
+    period = 1 if one_pass.keep is None else one_pass.keep.shift_period
+    if flat is None or period == 0 or step * n % period or (period > 1 and step * n * heads >= 2**31):
+        return one_pass, layouts
+    return replace(one_pass, work=repeated(work, heads, n)), flat
 
 
-def _heads_are_contiguous(x: Layout) -> bool:
-    b, h, n, _ = x.shape
-    return (h == 1 or x.stride[1] == n * x.stride[2]) and (b == 1 or x.stride[0] == h * n * x.stride[2])
+def repeated(work: HopperSchedule, times: int, distance: int) -> HopperSchedule:
+    """The schedule of `times` sequences, `distance` positions from one to the next, as one."""
+    shift = distance * np.repeat(np.arange(times), len(work.blocks))[:, None]
+    blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
+    blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
+    moved = torch.from_numpy(blocks).to(work.blocks.device)
+    return replace(work, blocks=moved, sizes=np.tile(work.sizes, times))

@@ -11,33 +11,33 @@ Shared memory holds one block of keys and two of values; for heads of 256 one of
 from .static import (
     BEGINS,
     WORDS,
-    awaited,
     barrier,
     bits_of,
     capped,
     chain_of,
+    chunk_index,
     count_last_tile,
     count_tile,
-    each,
     fetch,
     gl,
     gluon,
+    head_and_chunk,
     hide,
     hopper,
-    in_table,
-    let_next,
+    in_thread,
+    let_next_start,
     limits_of,
     load_words,
     log2,
     member,
     pairs,
-    place_of,
     reciprocal,
     rescale_ptx,
     scores_of,
     unpaired,
     visible,
     wait_for,
+    wait_previous,
     weights_ptx,
     word,
 )
@@ -47,7 +47,7 @@ warpgroup_mma_wait = hopper.warpgroup_mma_wait
 
 
 @gluon.jit
-def _row(words, S: gl.constexpr):
+def block_row(words, S: gl.constexpr):
     """The words of a block: up to three segments, their end with the number of its mask, first row and step of its
     tile; and its marks. Loaded two blocks ahead, because a load waits behind the copies in flight."""
     a, b = word(words, 0), word(words, 1)
@@ -67,14 +67,14 @@ def _tile(row, marks):
 
 
 @gluon.jit
-def _of_tile(tile, LAYOUT: gl.constexpr, S: gl.constexpr):
+def tile_rows(tile, LAYOUT: gl.constexpr, S: gl.constexpr):
     """The rows of a tile; past its end, the last row again."""
     first, hop, count = tile
     return member(first, hop, gl.minimum(gl.arange(0, S.R, layout=LAYOUT), count - 1), S)
 
 
 @gluon.jit
-def _keys(row, c, MASKS, S: gl.constexpr):
+def block_keys(row, c, MASKS, S: gl.constexpr):
     """The keys in columns c of a block, and −1 in its empty columns."""
     a, b, c1, a1, b1, c2, a2, b2, end, _, _ = row
     j = a + b * c
@@ -95,7 +95,7 @@ WEIGH_F16, FROM_F16 = (gl.constexpr(x) for x in weights_ptx("f16"))
 
 
 @gluon.jit
-def _one(x):
+def _row_value(x):
     """The first of the sixteen numbers that a thread holds of a row: (rows, 64) → (rows, 4)."""
     R: gl.constexpr = x.shape[0]
     x, _ = gl.split(x.reshape([R, 8, 4, 2]))
@@ -106,10 +106,10 @@ def _one(x):
 
 
 @gluon.jit
-def _faded(acc, fade):
+def _rescaled(acc, fade):
     """acc · fade, by row; a warp whose rows keep their base does nothing."""
     D: gl.constexpr = acc.shape[1]
-    by = each(fade, acc)
+    by = in_thread(fade, acc)
     if D == 64:
         return gl.inline_asm_elementwise(FADE_64, OF_64, [acc, by], gl.float32, True, 32)
     elif D == 128:
@@ -124,33 +124,33 @@ def _weigh(scores, top, total, begins, scale2, KIND: gl.constexpr):
     gl.static_assert(scores.shape[0] == 64 and scores.shape[1] == 64)  # 32 scores a thread
     flag = gl.full(scores.shape, 0, gl.int32, layout=scores.type.layout) + begins.to(gl.int32)
     scale = gl.full(scores.shape, 0.0, gl.float32, layout=scores.type.layout) + scale2
-    given = [scores, each(top, scores), each(total, scores), flag, scale]
+    inputs = [scores, in_thread(top, scores), in_thread(total, scores), flag, scale]
     if gl.bfloat16 == KIND:
         weights, top, fade, total = gl.inline_asm_elementwise(
-            WEIGH_BF16, FROM_BF16, given, (gl.bfloat16, gl.float32, gl.float32, gl.float32), True, 32
+            WEIGH_BF16, FROM_BF16, inputs, (gl.bfloat16, gl.float32, gl.float32, gl.float32), True, 32
         )
     else:
         weights, top, fade, total = gl.inline_asm_elementwise(
-            WEIGH_F16, FROM_F16, given, (gl.float16, gl.float32, gl.float32, gl.float32), True, 32
+            WEIGH_F16, FROM_F16, inputs, (gl.float16, gl.float32, gl.float32, gl.float32), True, 32
         )
-    return weights, _one(fade), _one(top), _one(total)
+    return weights, _row_value(fade), _row_value(top), _row_value(total)
 
 
 @gluon.jit
-def _mine(first, hop, count, start, step, LAYOUT: gl.constexpr, S: gl.constexpr):
+def written_rows(first, hop, count, start, step, LAYOUT: gl.constexpr, S: gl.constexpr):
     """The rows of a tile, and which of them are to be written."""
     a = gl.arange(0, S.R, layout=LAYOUT)
     x = member(first, hop, a, S)
-    mine = a < count
+    written = a < count
     if S.owned is not None:
-        mine = mine & S.owned(a, hop)
+        written = written & S.owned(a, hop)
     if S.keep is not None:
-        mine = mine & S.keep(start + step * x, start + step * x)
-    return x, mine
+        written = written & S.keep(start + step * x, start + step * x)
+    return x, written
 
 
 @gluon.jit
-def _put_part(PART, at, value, R: gl.constexpr):
+def store_part(PART, at, value, R: gl.constexpr):
     """Rows at, at + 1, … of PART ← value."""
     LAYOUT: gl.constexpr = value.type.layout
     D: gl.constexpr = value.shape[1]
@@ -160,23 +160,23 @@ def _put_part(PART, at, value, R: gl.constexpr):
 
 
 @gluon.jit
-def _close(
-    O, LSE, parts, t, chain, place, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr
+def _finish(
+    O, LSE, parts, t, links, buffer, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr
 ):
     """Write o and lse of the tile of block t, or a part of them, through shared memory that is not in use now.
 
     Returns the counter of the tile, to be counted when it is written; −1 if no other tile waits for it.
     """
     PART_O, PART_LSE, SLOTS, bh, all_heads, sinks = parts
-    counter, joins, counts = chain
+    counter, joins, counts = links
     count = (marks >> 8) & 255
     first = wait_for(first, PART_O, counter, joins, S)
     if S.ACCUMULATES and not S.CHAINED:
-        first = awaited(first)
+        first = wait_previous(first)
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
     top = gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
-    x, mine = _mine(first, hop, count, start, step, ROWS, S)
+    x, written = written_rows(first, hop, count, start, step, ROWS, S)
     share = 1.0
     if S.SINKS:  # one more score, without a value. Heads may be flattened: then n is that of one of them
         SINK, n, heads = sinks
@@ -191,9 +191,8 @@ def _close(
     if S.SPLIT:
         slot = gl.load(SLOTS + t)
     if S.ACCUMULATES:  # the earlier passes are one more key, of weight exp2(before) and value o; not in parts
-        before = (
-            gl.load(LSE + x, mask=mine & (slot < 0) & (joins > 0), other=-float("inf")) * 1.4426950408889634
-        )
+        continued = written & (slot < 0) & (joins > 0)
+        before = gl.load(LSE + x, mask=continued, other=-float("inf")) * 1.4426950408889634
         base = gl.maximum(before, lse2)
         base = gl.where(base == -float("inf"), 0.0, base)
         fade, share = gl.exp2(before - base), gl.exp2(lse2 - base)
@@ -204,29 +203,29 @@ def _close(
         if slot >= 0:
             at = (slot * all_heads.to(gl.int64) + bh) * S.R
             gl.store(PART_LSE + at + gl.arange(0, S.R, layout=ROWS), lse2 * 0.6931471805599453)
-            _put_part(PART_O, at, acc * scale[:, None], S.R)
+            store_part(PART_O, at, acc * scale[:, None], S.R)
     if slot < 0:
-        gl.store(LSE + x, lse2 * 0.6931471805599453, mask=mine)
-        place.store((acc * scale[:, None]).to(place.dtype))
-        to, stored = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
-        _store(O, place, to, stored, o_n, fade, joins, S)
+        gl.store(LSE + x, lse2 * 0.6931471805599453, mask=written)
+        buffer.store((acc * scale[:, None]).to(buffer.dtype))
+        to, stored = written_rows(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
+        store_rows(O, buffer, to, stored, o_n, fade, joins, S)
     return gl.where(counts > 0, counter, -1) if S.CHAINED else 0
 
 
 @gluon.jit
-def _store(X, place, x, mine, stride, fade, joins, S: gl.constexpr):
+def store_rows(X, buffer, x, written, stride, fade, joins, S: gl.constexpr):
     """Rows x of X ← the rows in shared memory; if this pass continues from earlier ones, + fade · their results.
 
     fade: None is 1. joins: 0 if this tile continues from none. The results of earlier passes have the dtype of X.
     """
     at = X + (x * stride)[:, None] + gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD))[None, :]
-    value = place.load(S.LOAD)
+    value = buffer.load(S.LOAD)
     if S.ACCUMULATES:
-        held = gl.load(at, mask=_within(mine & (joins > 0), S), other=0.0).to(gl.float32)
+        earlier = gl.load(at, mask=_in_width(written & (joins > 0), S), other=0.0).to(gl.float32)
         if fade is not None:
-            held = held * fade[:, None]
-        value = (value.to(gl.float32) + held).to(value.dtype)
-    gl.store(at, value, mask=_within(mine, S))
+            earlier = earlier * fade[:, None]
+        value = (value.to(gl.float32) + earlier).to(value.dtype)
+    gl.store(at, value, mask=_in_width(written, S))
 
 
 @gluon.jit
@@ -257,7 +256,7 @@ def _addresses(X, x, D: gl.constexpr):
 
 
 @gluon.jit
-def _within(rows, S: gl.constexpr):
+def _in_width(rows, S: gl.constexpr):
     """Which numbers to copy: of the rows that are True, as many as heads are wide."""
     if S.d == S.D:
         return rows[:, None]
@@ -266,80 +265,80 @@ def _within(rows, S: gl.constexpr):
 
 
 @gluon.jit
-def _copy(place, X, x, stride, S: gl.constexpr):
+def copy_rows(buffer, X, x, stride, S: gl.constexpr):
     """Start to copy rows x of X; zeros, without reading, where x < 0 and beyond the width of a head."""
-    fetch(place, _addresses(X, x * stride, S.D), mask=_within(x >= 0, S))
+    fetch(buffer, _addresses(X, x * stride, S.D), mask=_in_width(x >= 0, S))
 
 
 @gluon.jit
-def _spot(row, c, MASKS, limits, S: gl.constexpr):
+def block_rows(row, c, MASKS, limits, S: gl.constexpr):
     """A block's rows: first, step and number if it is one segment, else the row of each column; its mask's number.
 
     limits: of a block of keys, where those of single columns are −1 if the lengths hide them; None: of queries.
     """
     rows = row[1]
     if S.SEGMENTS > 1:
-        rows = _keys(row, c, MASKS, S)
+        rows = block_keys(row, c, MASKS, S)
         if limits is not None:
             rows = visible(rows, limits, S)
     return row[0], rows, row[8] & 255, row[8] >> 8
 
 
 @gluon.jit
-def _hide_keys(scores, spot, limits, S: gl.constexpr):
+def hide_keys(scores, block, limits, S: gl.constexpr):
     """−∞ for the keys that the lengths hide; a block of one segment is tested only if it has such keys."""
     if S.LENGTHS:
         COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
         if S.SEGMENTS == 1:
-            if (spot[0] < limits[0]) | (spot[0] + spot[1] * (spot[2] - 1) >= limits[1]):
-                j = visible(spot[0] + spot[1] * gl.arange(0, S.R, layout=COLUMNS), limits, S)
+            if (block[0] < limits[0]) | (block[0] + block[1] * (block[2] - 1) >= limits[1]):
+                j = visible(block[0] + block[1] * gl.arange(0, S.R, layout=COLUMNS), limits, S)
                 scores = gl.where((j >= 0)[None, :], scores, -float("inf"))
         else:
-            j = gl.convert_layout(spot[1], COLUMNS)
+            j = gl.convert_layout(block[1], COLUMNS)
             scores = gl.where((j >= 0)[None, :], scores, -float("inf"))
     return scores
 
 
 @gluon.jit
-def _copy_block(place, X, spot, stride, c, limits, S: gl.constexpr):
+def copy_block(buffer, X, block, stride, c, limits, S: gl.constexpr):
     """Start to copy the rows of a block, zeros for its empty columns and, unless limits is None, for keys that the
     lengths hide. For one segment, an address is one product."""
     if S.SEGMENTS == 1:
-        rows, there = _addresses(X, spot[0] * stride + spot[1] * stride * c, S.D), c < spot[2]
+        rows, there = _addresses(X, block[0] * stride + block[1] * stride * c, S.D), c < block[2]
         if S.LENGTHS and limits is not None:
-            there = there & (visible(spot[0] + spot[1] * c, limits, S) >= 0)
-        fetch(place, rows, mask=_within(there, S))
+            there = there & (visible(block[0] + block[1] * c, limits, S) >= 0)
+        fetch(buffer, rows, mask=_in_width(there, S))
     else:
-        _copy(place, X, spot[1], stride, S)
+        copy_rows(buffer, X, block[1], stride, S)
 
 
 @gluon.jit
 def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
     """If this block begins a tile, start to copy its queries."""
     if (marks & BEGINS) != 0:
-        x = _of_tile(_tile(row, marks), gl.SliceLayout(1, S.LOAD), S)
+        x = tile_rows(_tile(row, marks), gl.SliceLayout(1, S.LOAD), S)
         if S.d == S.D:
             fetch(qs, _addresses(Q, x * q_n, S.D))
         else:
-            _copy(qs, Q, x, q_n, S)
+            copy_rows(qs, Q, x, q_n, S)
 
 
-@gluon.jit(do_not_specialize=["heads", "all_heads", "together", "n", "start", "sink_rows", "sink_heads"])
+@gluon.jit(do_not_specialize=["heads", "all_heads", "in_flight", "n", "start", "sink_rows", "sink_heads"])
 def hopper_forward(
     Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, SINK, CHUNKS, BLOCKS, SLOTS, MASKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    heads, all_heads, together, group, n, start, step, scale2, curve, sink_rows, sink_heads, S: gl.constexpr,
+    heads, all_heads, in_flight, group, n, start, step, scale2, curve, sink_rows, sink_heads, S: gl.constexpr,
 ):  # fmt: skip
-    """A program has one chunk of one head (`place_of`). A pass that continues from an earlier one starts before that
-    has ended, and waits for it before reading its results. If passes are chained, PART_O holds their counters."""
-    bh, chunk = place_of(all_heads, together)
+    """A program has one chunk of one head (`head_and_chunk`). A pass that continues from an earlier one starts before
+    that has ended, and waits for it before reading its results. If passes are chained, PART_O has their counters."""
+    bh, chunk = head_and_chunk(all_heads, in_flight)
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
-    CHUNKS += 16 * in_table(chunk, b, all_heads, S)
+    CHUNKS += 16 * chunk_index(chunk, b, all_heads, S)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
-    if S.LETS:
-        lo = let_next(lo)
+    if S.NEXT_STARTS_EARLY:
+        lo = let_next_start(lo)
     parts = PART_O, PART_LSE, SLOTS, bh, all_heads, (SINK, sink_rows, sink_heads)
     limits = limits_of(LIMITS, b, S)
     c = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))
@@ -351,32 +350,32 @@ def hopper_forward(
     vs = gl.allocate_shared_memory(KIND, [VALUES, S.R, S.D], S.SHARED)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
     acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    row, mark = _row(load_words(CHUNKS + 4, 0, S), S)
-    following, coming = _row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
-    _fetch_queries(qs, Q, row, mark, q_n, S)
-    begun = _spot(row, c, MASKS, limits, S)
-    _copy_block(ks, K, begun, k_m, c, limits, S)
+    row, marks = block_row(load_words(CHUNKS + 4, 0, S), S)
+    row_1, marks_1 = block_row(load_words(BLOCKS, gl.minimum(lo + 1, last), S), S)
+    _fetch_queries(qs, Q, row, marks, q_n, S)
+    first_block = block_rows(row, c, MASKS, limits, S)
+    copy_block(ks, K, first_block, k_m, c, limits, S)
     async_copy.commit_group()
-    first, hop, _ = _tile(row, mark)
-    next_first, next_hop, _ = _tile(following, coming)
-    row, after = _row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)
-    spot, bits = _spot(following, c, MASKS, limits, S), bits_of(begun[3], MASKS, mark, zero, S)
+    first, hop, _ = _tile(row, marks)
+    next_first, next_hop, _ = _tile(row_1, marks_1)
+    row, marks_2 = block_row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)
+    block_1, bits = block_rows(row_1, c, MASKS, limits, S), bits_of(first_block[3], MASKS, marks, zero, S)
     async_copy.wait_group(0)
     barrier()
     # Not before: all programs start at once and wait for memory, and the first product needs no values.
-    _copy_block(vs.index(0), V, begun, v_m, c, limits, S)
+    copy_block(vs.index(0), V, first_block, v_m, c, limits, S)
     async_copy.commit_group()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
     barrier()
-    _copy_block(ks, K, spot, k_m, c, limits, S)
+    copy_block(ks, K, block_1, k_m, c, limits, S)
     if lo < last:  # a first tile of one block
-        _fetch_queries(qs, Q, following, coming, q_n, S)
+        _fetch_queries(qs, Q, row_1, marks_1, q_n, S)
     async_copy.commit_group()
     if VALUES == 1:  # as after the values of a later block, which are copied last
         async_copy.commit_group()
-    scores = _hide_keys(hide(capped(scores, curve, S), bits, mark), begun, limits, S)
-    yes = lo == lo  # the first block begins a tile
-    weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
+    scores = hide_keys(hide(capped(scores, curve, S), bits, marks), first_block, limits, S)
+    is_first = lo == lo  # the first block begins a tile
+    weights, fade, top, total = _weigh(scores, _row_value(zero), _row_value(zero), is_first, scale2, KIND)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, S.OUT, 2)
     left = pairs(weights)
     at = 0
@@ -387,55 +386,55 @@ def hopper_forward(
         else:
             async_copy.wait_group(0)
         barrier()
-        pending, linked = count_tile(PART_O, pending, S), chain_of(BLOCKS + t * WORDS, S)
+        pending, links = count_tile(PART_O, pending, S), chain_of(BLOCKS + t * WORDS, S)
         product_k = scores_of(qs, ks, zero, S)
         if VALUES == 1:
             async_copy.wait_group(0)
             hopper.fence_async_shared()  # the one before the product with keys did not wait for the values
             barrier()
         product_v = warpgroup_mma(unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
-        ahead, bits = _spot(row, c, MASKS, limits, S), bits_of(spot[3], MASKS, coming, zero, S)
-        later_row, later = _row(load_words(BLOCKS, gl.minimum(t + 3, last), S), S)
+        block_2, bits = block_rows(row, c, MASKS, limits, S), bits_of(block_1[3], MASKS, marks_1, zero, S)
+        row_3, marks_3 = block_row(load_words(BLOCKS, gl.minimum(t + 3, last), S), S)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
-        _copy_block(ks, K, ahead, k_m, c, limits, S)
+        copy_block(ks, K, block_2, k_m, c, limits, S)
         if VALUES == 2:
-            _copy_block(vs.index(1 - at), V, spot, v_m, c, limits, S)
+            copy_block(vs.index(1 - at), V, block_1, v_m, c, limits, S)
         if t + 2 <= last:
-            _fetch_queries(qs, Q, row, after, q_n, S)
+            _fetch_queries(qs, Q, row, marks_2, q_n, S)
         async_copy.commit_group()
-        begins = (coming & BEGINS) != 0
-        scores = _hide_keys(hide(capped(scores, curve, S), bits, coming), spot, limits, S)
+        begins = (marks_1 & BEGINS) != 0
+        scores = hide_keys(hide(capped(scores, curve, S), bits, marks_1), block_1, limits, S)
         acc = warpgroup_mma_wait(0, deps=[product_v])
         if VALUES == 1 and not begins:
             barrier()
-            _copy_block(vs.index(0), V, spot, v_m, c, limits, S)
-        weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
+            copy_block(vs.index(0), V, block_1, v_m, c, limits, S)
+        weights, fade, top_1, total_1 = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
-            pending = _close(
-                O, LSE, parts, t, linked, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S
+            pending = _finish(
+                O, LSE, parts, t, links, vs.index(at), first, hop, marks, acc, top, total, start, step, o_n, S
             )
             acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
             if VALUES == 1:
                 barrier()
-                _copy_block(vs.index(0), V, spot, v_m, c, limits, S)
+                copy_block(vs.index(0), V, block_1, v_m, c, limits, S)
         else:
-            acc = _faded(acc, fade)
+            acc = _rescaled(acc, fade)
         if VALUES == 1:
             async_copy.commit_group()
         left = pairs(weights)
-        first, hop, mark = next_first, next_hop, coming
-        next_first, next_hop, _ = _tile(row, after)
-        top, total, coming, after, row, spot = higher, summed, after, later, later_row, ahead
+        first, hop, marks = next_first, next_hop, marks_1
+        next_first, next_hop, _ = _tile(row, marks_2)
+        top, total, marks_1, marks_2, row, block_1 = top_1, total_1, marks_2, marks_3, row_3, block_2
         at = VALUES - 1 - at
     async_copy.wait_group(0)
     barrier()
     count_tile(PART_O, pending, S)
-    linked = chain_of(BLOCKS + last * WORDS, S)
+    links = chain_of(BLOCKS + last * WORDS, S)
     acc = warpgroup_mma(unpaired(left, KIND, LEFT), vs.index(at), acc)
-    pending = _close(
-        O, LSE, parts, last, linked, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S
+    pending = _finish(
+        O, LSE, parts, last, links, vs.index(at), first, hop, marks, acc, top, total, start, step, o_n, S
     )
     count_last_tile(PART_O, pending, S)
-    if S.LATE:
-        awaited(lo)
+    if S.WAITS_AT_END:
+        wait_previous(lo)

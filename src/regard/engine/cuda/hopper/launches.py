@@ -6,16 +6,15 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..call import CallLayout, Config, Layout, contiguous, padded
 from ..documents import Packed
-from ..launches import PARTS, Launches, _merge, _multiprocessors, _parts, _sum, joins_sink
+from ..launches import PARTS, Launches, joins_sink, merge_parts, multiprocessors, parts_workspace, sum_parts
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..tile_lists import in_boxes, with_masks
 from ..triton.forward import merge_kernel
-from ..work_split import CACHE, WorkSplit, by_length, chain, flatten_heads, heads_at_a_time, mix, split_work
+from ..work_split import CACHE, by_size, chain_passes, flatten_heads, heads_at_a_time, interleave, split_work
 from .backward import hopper_dkv, hopper_dq
 from .forward import hopper_forward
 from .static import hopper_static, keep
@@ -41,17 +40,17 @@ def programs_per_multiprocessor(config: Config) -> int:
 
 
 def programs_at_a_time(config: Config, device: torch.device) -> int:
-    return programs_per_multiprocessor(config) * _multiprocessors(device)
+    return programs_per_multiprocessor(config) * multiprocessors(device)
 
 
 def hopper_passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
     """The passes of the plan, those of a grid in boxes if that is less work; long tiles are passes of their own, but
     not boxes, as what adds up the parts of a tile expects that its rows have one step."""
-    (b, h), where = call.tensors[1 if by_keys else 0].shape[:2], (call.place, by_keys, call.device)
+    (b, h), place = call.tensors[1 if by_keys else 0].shape[:2], (call.place, by_keys, call.device)
     at_a_time = programs_at_a_time(config, call.device)
     if isinstance(call.task.pattern, Packed):
-        return call.task.pattern.passes(*where, b * h, at_a_time)
-    return in_boxes(*where) or by_length(with_masks(*where), max(at_a_time // (b * h), 1))
+        return call.task.pattern.passes(*place, b * h, at_a_time)
+    return in_boxes(*place) or by_size(with_masks(*place), max(at_a_time // (b * h), 1))
 
 
 def launched_passes(
@@ -59,14 +58,29 @@ def launched_passes(
 ) -> tuple[DevicePasses, list[tuple[DevicePass, tuple[Layout, ...]]], int]:
     """The passes as planned; what is launched, with flattened heads if possible, and the layouts of its tensors; and
     the number of counters that tiles wait for, if all passes are one launch, otherwise 0."""
-    route = hopper_passes(call, config, by_keys)
+    passes = hopper_passes(call, config, by_keys)
     if call.lengths:  # which a program reads for its batch row: heads stay apart
-        return route, [(step, call.tensors) for step in route.steps], 0
-    chained = chain(route, call.tensors, programs_at_a_time(config, call.device)) if chains else None
+        return passes, [(step, call.tensors) for step in passes.steps], 0
+    chained = chain_passes(passes, call.tensors, programs_at_a_time(config, call.device)) if chains else None
     if chained is not None:
-        return route, [chained[:2]], chained[2]
-    apart = 1 if by_keys else call.task.step
-    return route, [flatten_heads(step, apart, call.tensors) for step in route.steps], 0
+        return passes, [chained[:2]], chained[2]
+    distance = 1 if by_keys else call.task.step
+    return passes, [flatten_heads(step, distance, call.tensors) for step in passes.steps], 0
+
+
+def _launch(
+    kernel: Any, config: Config, call: CallLayout, step: DevicePass, cut: Any,
+    layouts: tuple[Layout, ...], heads: tuple[int, int, int], *numbers: Any, **constants: Any,
+) -> Launch:  # fmt: skip
+    """cut: a WorkSplit; layouts: those whose strides the kernel takes; heads: of a batch row, of all, at a time."""
+    strides, chained = (x for layout in layouts for x in layout.strides), step.work.chained
+    static = hopper_static(step, config, call)._replace(SPLIT=cut.slots > 0, **constants)
+    # A forward pass that waits for no other may not start early: what makes its inputs may not have ended.
+    early = kernel is not hopper_forward or static.WAITS_AT_END or static.ACCUMULATES
+    return Launch(
+        kernel, cut.programs * heads[1], config, *strides, *heads, *numbers,
+        early=early and not chained, cooperative=chained, S=static,
+    )  # fmt: skip
 
 
 def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
@@ -75,42 +89,39 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     config = config_of(call, "hopper_forward")
     at_a_time = programs_at_a_time(config, call.device)
     # In one launch, passes read q, k, v and o from the cache. Heads of 64 are 16 to 34 % slower by that.
-    worth = shape[3] > 64 and 4 * 2 * math.prod(shape) > CACHE
-    route, launched, counters = launched_passes(call, config, False, worth)
-    mixed = None if call.lengths else mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
-    if mixed is not None:
-        launched = [mixed[1:3]]
+    chains = shape[3] > 64 and 4 * 2 * math.prod(shape) > CACHE
+    passes, launched, counters = launched_passes(call, config, False, chains)
+    merged = None if call.lengths else interleave(passes, call.tensors, task.step, at_a_time, DYNAMIC_SHARE)
+    if merged is not None:
+        launched = [merged[1:3]]
     launches: Launches = []
-    apart, place = route.apart and mixed is None, (task.start, task.step)
+    overlap, query_offset = passes.overlap and merged is None, (task.start, task.step)
     for nth, (step, (q, k, v)) in enumerate(launched):
-        (b, h, n, d), h_kv, late = q.shape, k.shape[1], apart and nth > 0
+        (b, h, n, d), waits = q.shape, overlap and nth > 0
         out = call.output if q.shape == shape else contiguous(b, h, n, d)
         # Every second pass runs backwards: it begins with rows that are still in the cache.
-        if mixed is None:
-            few = b * h * len(step.work.ends) <= FEW_TILES * at_a_time
+        if merged is None:
+            few = b * h * len(step.work.sizes) <= FEW_TILES * at_a_time
             share = 0.0 if counters or few else DYNAMIC_SHARE
-            together = heads_at_a_time(step.work, b * h, k, at_a_time)
-            cut = split_work(step.work, together, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
+            in_flight = heads_at_a_time(step.work, b * h, k, at_a_time)
+            cut = split_work(step.work, in_flight, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
         else:
-            together, cut = b * h, mixed[3]
-        early = late or (step.accumulates and not counters)
-        launch = Launch(
-            hopper_forward, cut.programs * b * h, config, *q.strides, *k.strides, *v.strides, *out.strides,
-            h, b * h, together, h // h_kv, n, task.start, task.step, *task.factors, shape[2], shape[1], early=early,
-            cooperative=counters > 0, S=hopper_static(step, config, call)._replace(
-                SPLIT=cut.slots > 0, LATE=late, SINKS=joins_sink(call, route),
-                LETS=apart or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :]),
-            ),
+            in_flight, cut = b * h, merged[3]
+        early_next = overlap or cut.slots > 0 or any(later.accumulates for later, _ in launched[nth + 1 :])
+        launch = _launch(
+            hopper_forward, config, call, step, cut, (q, k, v, out), (h, b * h, in_flight),
+            h // k.shape[1], n, *query_offset, *task.factors, shape[2], shape[1],
+            WAITS_AT_END=waits, NEXT_STARTS_EARLY=early_next, SINKS=joins_sink(call, passes),
         )  # fmt: skip
         buffers = ("counters" if counters else PARTS[0], PARTS[1])
-        tables = cut.chunks, cut.blocks, cut.slot, cut.masks
-        names = "q", "k", "v", "o", "lse", *buffers, "lengths", "sink", *tables
-        split = step if mixed is None else mixed[0]
-        launches += [(launch, names), _merge(call.output, cut.joins, config, place, split, early=True)]
+        names = "q", "k", "v", "o", "lse", *buffers, "lengths", "sink", *cut.tables
+        source = step if merged is None else merged[0]
+        merge = merge_parts(call.output, cut.joins, config, query_offset, source, early=True)
+        launches += [(launch, names), merge]
         parts = max(parts, cut.slots * config.tile)
-    if apart:  # merged in the end: the passes overlap
+    if overlap:  # merged in the end: the passes overlap
         launches.sort(key=lambda x: x[0].kernel is merge_kernel)
-    return route, launches, {**_parts(math.prod(shape[:2]) * parts, shape[3]), "counters": counters}
+    return passes, launches, {**parts_workspace(math.prod(shape[:2]) * parts, shape[3]), "counters": counters}
 
 
 def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
@@ -118,32 +129,27 @@ def dq(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
 
     Returns the passes, their launches, and the workspace for the parts of split tiles and for counters.
     """
-    task, parts = call.task, 0
+    task, parts, query_offset = call.task, 0, (call.task.start, call.task.step)
     config = config_of(call, "hopper_dq")
-    route, flattened, counters = launched_passes(call, config, False)
+    passes, launched, counters = launched_passes(call, config, False)
     launches: Launches = []
     at_a_time = programs_at_a_time(config, call.device)
-    for nth, (step, (q, k, v, o, do)) in enumerate(flattened):
-        (b, h, n, d), h_kv = q.shape, k.shape[1]
-        together = heads_at_a_time(step.work, b * h, k, at_a_time)
-        cut = split_work(step.work, together, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
-        launch = Launch(
-            hopper_dq, cut.programs * b * h, config,
-            *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
-            h, b * h, together, h // h_kv, n, task.start, task.step, task.scale, *task.factors,
-            early=not counters, cooperative=counters > 0,
-            S=hopper_static(step, config, call)._replace(
-                HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0, LATE=route.apart and nth > 0
-            ),
+    for nth, (step, tensors) in enumerate(launched):
+        (b, h, n, d), k = tensors[0].shape, tensors[1]
+        in_flight = heads_at_a_time(step.work, b * h, k, at_a_time)
+        cut = split_work(step.work, in_flight, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
+        launch = _launch(
+            hopper_dq, config, call, step, cut, (*tensors, contiguous(b, h, n, d)), (h, b * h, in_flight),
+            h // k.shape[1], n, *query_offset, task.scale, *task.factors,
+            HAS_DLSE=call.has_dlse, WAITS_AT_END=passes.overlap and nth > 0,
         )  # fmt: skip
-        made = "lse2", "delta", "dq", "counters" if counters else "part"
-        tables = cut.chunks, cut.blocks, cut.slot, cut.masks
-        names = "q", "k", "v", "o", "do", "lse", "dlse", *made, "lengths", *tables
+        results = "lse2", "delta", "dq", "counters" if counters else "part"
+        names = "q", "k", "v", "o", "do", "lse", "dlse", *results, "lengths", *cut.tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
-        total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step))
+        total = sum_parts(out, (0, width), step, cut.joins, config, query_offset)
         launches += [(launch, names), (total, ("dq", "part", cut.joins))]
         parts = max(parts, cut.slots * b * h * config.tile * width)
-    return route, launches, {"part": parts, "counters": counters}
+    return passes, launches, {"part": parts, "counters": counters}
 
 
 def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
@@ -152,62 +158,46 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     Split tiles come first, unless a pass continues from an earlier one: the next launch adds up their parts if it
     can, otherwise a separate launch does.
     """
-    b, h_kv, m, d = call.tensors[1].shape
-    config = config_of(call, "hopper_dkv")
-    route, flattened, counters = launched_passes(call, config, True)
-    if not route.joins:
-        flattened.sort(key=lambda x: not x[0].work.slots)
-    added = [False, *(_adds(x, y) for (x, _), (y, _) in pairwise(flattened)), False]
-    both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
+    (rows, h_kv, m, d), task = call.tensors[1].shape, call.task
+    group, config = call.tensors[0].shape[1] // h_kv, config_of(call, "hopper_dkv")
+    at_a_time = programs_at_a_time(config, call.device)
+    passes, launched, counters = launched_passes(call, config, True)
+    if not passes.accumulate:
+        launched.sort(key=lambda x: not x[0].work.split)
+    added = [False, *(_adds(x, y) for (x, _), (y, _) in pairwise(launched)), False]
+    both = contiguous(2 * rows, h_kv, m, d)  # dk and dv as heads of twice the batch
     launches: Launches = []
     workspace = {"counters_of_keys": counters}
     # A launch without parts and counters is given a buffer that it does not read.
-    part, before = "counters_of_keys" if counters else "delta", None
-    for nth, (step, tensors) in enumerate(flattened):
-        adds = before if added[nth] else None
-        cut, launch = _by_keys(call, step, tensors, adds, nth)
+    part = "counters_of_keys" if counters else "delta"
+    before: Any = None  # the previous pass, and which parts it left
+    for nth, (step, (q, k, v, _, do)) in enumerate(launched):
+        (b, heads, *_), adds = k.shape, added[nth]
+        short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time
+        share = 0.0 if step.work.split or counters or short else DYNAMIC_SHARE
+        backwards = step.accumulates and nth % 2 == 1
+        in_flight = heads_at_a_time(step.work, b * heads, q, at_a_time)
+        cut = split_work(step.work, in_flight, at_a_time, group, 2, share, backwards)
+        launch = _launch(
+            hopper_dkv, config, call, step, cut, (q, k, v, do, contiguous(*k.shape)), (heads, b * heads, in_flight),
+            q.shape[2], len(before[1]) if adds else 0, rows * h_kv, m, task.scale, *task.factors,
+            WAITS=nth == 0 or step.accumulates, GROUP=group, ADDS=adds, adds=keep(before[0].keep) if adds else None,
+        )  # fmt: skip
         if cut.slots:
             part = f"part{nth}"
-            workspace[part] = cut.slots * 2 * b * h_kv * config.tile * padded(d)
-        slots = cut.slot if adds is None else adds[1]
-        tables = cut.chunks, cut.blocks, slots, cut.masks
-        names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, "lengths", *tables
-        launches.append((launch, names))
+            workspace[part] = cut.slots * 2 * rows * h_kv * config.tile * padded(d)
+        tables = replace(cut, slot=before[1]).tables if adds else cut.tables
+        launches.append(
+            (launch, ("q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, "lengths", *tables))
+        )
         if cut.slots and not added[nth + 1]:
-            total = _sum(both, (0, padded(d)), step, cut.joins, config, (0, 1))
+            total = sum_parts(both, (0, padded(d)), step, cut.joins, config, (0, 1))
             launches.append((total, ("dk", part, cut.joins)))
         before = step, cut.joins
-    return route, launches, workspace
+    return passes, launches, workspace
 
 
 def _adds(before: DevicePass, step: DevicePass) -> bool:
     """Whether `step` adds up the parts that the previous one has left: it has no parts of its own, and neither of the
     two continues from earlier results."""
-    return before.work.slots > 0 and not (step.work.slots or step.accumulates or before.accumulates)
-
-
-def _by_keys(
-    call: CallLayout, step: DevicePass, tensors: tuple[Layout, ...], left: tuple[DevicePass, Tensor] | None, nth: int
-) -> tuple[WorkSplit, Launch]:  # fmt: skip
-    """The launch of pass `nth` of dk and dv; left: the pass before and its joins, if this one adds up its parts."""
-    task, h, (rows, h_kv, m) = call.task, call.tensors[0].shape[1], call.tensors[1].shape[:3]
-    config = config_of(call, "hopper_dkv")
-    chained, (q, k, v, _, do) = step.work.chained, tensors
-    (b, heads, _, _), group = k.shape, h // h_kv
-    at_a_time = programs_at_a_time(config, call.device)
-    short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time
-    share = 0.0 if step.work.slots or chained or short else DYNAMIC_SHARE
-    backwards = step.accumulates and nth % 2 == 1
-    together = heads_at_a_time(step.work, b * heads, q, at_a_time)
-    cut = split_work(step.work, together, at_a_time, group, 2, share, backwards)
-    launch = Launch(
-        hopper_dkv, cut.programs * b * heads, config,
-        *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides,
-        heads, b * heads, together, q.shape[2], 0 if left is None else len(left[1]), rows * h_kv, m,
-        task.scale, *task.factors,
-        early=not chained, cooperative=chained, S=hopper_static(step, config, call)._replace(
-            WAITS=nth == 0 or step.accumulates, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
-            adds=None if left is None else keep(left[0].keep),
-        ),
-    )  # fmt: skip
-    return cut, launch
+    return before.work.split and not (step.work.split or step.accumulates or before.accumulates)

@@ -8,9 +8,9 @@ import torch
 
 from .... import compat
 from ....pattern import Pattern
+from .. import schedule
 from ..call import CallLayout, Config, padded
-from ..mask import expression, function
-from ..schedule import DevicePass
+from ..mask import MASK_WORDS, expression, function
 
 gluon, gl, hopper = compat.gluon()
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9, 3.6
@@ -40,14 +40,14 @@ class Static(NamedTuple):
     BITS: Any  # of the words of a mask
     ACCUMULATES: bool  # this pass continues from the results of an earlier one
     COVERED: bool  # dq: an earlier pass has computed lse (base 2) and delta of all its rows
-    LETS: bool = False  # forward: the next launch starts early
+    NEXT_STARTS_EARLY: bool = False  # forward: the next launch starts early
     HAS_DLSE: bool = False  # dq: the log-sum-exp has a gradient
     GROUP: int = 1  # dk and dv: query heads per key head
     SPLIT: bool = False  # tiles are shared by programs, which store parts; of dk and dv, some tiles are
     WAITS: bool = False  # dk and dv: for the previous kernel, which computes lse and delta
     ADDS: bool = False  # dk and dv: at its end, this launch adds up the parts that the previous one left
     adds: Any = None  # … of the keys that this selects
-    LATE: bool = False  # forward, dq: it starts at once, and may not end before the previous kernel
+    WAITS_AT_END: bool = False  # forward, dq: it starts at once, and may not end before the previous kernel
     CHAINED: bool = False  # of several passes: the words of a block say what its tile waits for
     LENGTHS: int = 0  # 1: where the keys of a batch row end is given; 2: where they begin and end
     CAPPED: bool = False  # the scores have a softcap
@@ -58,14 +58,14 @@ class Static(NamedTuple):
     owned: Any = None  # … and (a, hop) → whether it belongs to the tile; None: all members do
 
 
-def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
+def hopper_static(step: schedule.DevicePass, config: Config, call: CallLayout) -> Static:
     work, width, d = step.work, call.tensors[0].shape[-1], padded(call.tensors[0].shape[-1])
     sizes = config.tile, width, d, work.segments, *_layouts(config.block, config.warps, d, call.dtype)
-    made = Static(*[keep(step.keep), *sizes, step.accumulates, step.covered])
     texts = {"spread": work.masks.spread, "owned": work.masks.owned}
-    of = {x: function(x, "a, hop", y, gluon.jit, {"gl": gl}) for x, y in texts.items() if y is not None}
-    made = made._replace(LENGTHS=call.lengths, CAPPED=call.task.softcap is not None, CHAINED=work.chained)
-    return made._replace(BY_ROW=work.rows > 1, **of)
+    of = {x: function(x, "a, hop", y, gluon.jit, gl=gl) for x, y in texts.items() if y is not None}
+    return Static(*[keep(step.keep), *sizes, step.accumulates, step.covered])._replace(
+        LENGTHS=call.lengths, CAPPED=call.task.softcap is not None, CHAINED=work.chained, BY_ROW=work.rows > 1, **of
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -87,18 +87,18 @@ def _layouts(block: int, warps: int, d: int, dtype: torch.dtype) -> tuple[Any, .
 @lru_cache(maxsize=1024)
 def keep(pattern: Pattern | None) -> Any:
     """Whether the results of a query at i are used: a pattern that depends on i alone; None: all are."""
-    return None if pattern is None else function("keep", "i, j", expression(pattern), gluon.jit, {"gl": gl})
+    return None if pattern is None else function("keep", "i, j", expression(pattern), gluon.jit, gl=gl)
 
 
 @gluon.jit
-def place_of(all_heads, together):
-    """The head and the chunk of a program; `together` heads run at the same time, and then the next."""
-    p, programs = gl.program_id(0), gl.num_programs(0) // all_heads * together
-    return p // programs * together + p % programs % together, p % programs // together
+def head_and_chunk(all_heads, in_flight):
+    """The head and the chunk of a program; `in_flight` heads run at the same time, and then the next."""
+    p, programs = gl.program_id(0), gl.num_programs(0) // all_heads * in_flight
+    return p // programs * in_flight + p % programs % in_flight, p % programs // in_flight
 
 
 @gluon.jit
-def in_table(chunk, b, all_heads, S: gl.constexpr):
+def chunk_index(chunk, b, all_heads, S: gl.constexpr):
     """Where a chunk of batch row b is in the table of chunks."""
     if S.BY_ROW:
         return chunk + b.to(gl.int32) * (gl.num_programs(0) // all_heads)
@@ -109,7 +109,7 @@ def in_table(chunk, b, all_heads, S: gl.constexpr):
 # The words of a block (see schedule.py). The gradients copy them to shared memory with the rows of an earlier block:
 # a load when they are needed would wait behind all the copies in flight. (A tile of few blocks waits several times.)
 
-WORDS = gl.constexpr(12)
+WORDS = gl.constexpr(schedule.WIDTH)
 RING = gl.constexpr(4)  # blocks whose words are in shared memory at the same time
 
 
@@ -175,8 +175,8 @@ def scores_of(a, b, zero, S: gl.constexpr):
 # Which pairs of a block are allowed (see tile_lists.py). A block that has to be tested has a mask: one bit for each
 # of the 32 pairs of a thread.
 
-BEGINS, TESTED = gl.constexpr(8), gl.constexpr(1)  # marks of a block, see schedule.py
-MASK = gl.constexpr(128)  # words
+BEGINS, TESTED = gl.constexpr(schedule.BEGINS), gl.constexpr(schedule.TESTED)  # marks of a block
+MASK = gl.constexpr(MASK_WORDS)
 
 
 @gluon.jit
@@ -207,7 +207,7 @@ def bits_of(mask, MASKS, marks, like, S: gl.constexpr):
 def hide(scores, bits, marks):
     """−∞ for the pairs of a tested block whose bit is not set."""
     if (marks & TESTED) != 0:
-        word = each(bits, scores)
+        word = in_thread(bits, scores)
         if gl.num_warps() == 4:
             scores = gl.inline_asm_elementwise(HIDE_32, OF_32, [scores, word], gl.float32, True, 32)
         else:  # the second warpgroup has the last 32 columns
@@ -247,14 +247,14 @@ def capped(scores, curve, S: gl.constexpr):
     if S.CAPPED:
         text: gl.constexpr = """{ .reg .f32 x; mul.f32 x, $1, $2; ex2.approx.ftz.f32 x, x;
             add.f32 x, x, 0f3F800000; rcp.approx.ftz.f32 x, x; fma.rn.f32 $0, x, 0fC0000000, 0f3F800000; }"""
-        by = gl.full(scores.shape, 0.0, gl.float32, layout=scores.type.layout) + curve
-        return gl.inline_asm_elementwise(text, "=f,f,f", [scores, by], gl.float32, True, 1)
+        factor = gl.full(scores.shape, 0.0, gl.float32, layout=scores.type.layout) + curve
+        return gl.inline_asm_elementwise(text, "=f,f,f", [scores, factor], gl.float32, True, 1)
     else:
         return scores
 
 
 @gluon.jit
-def each(x, like):
+def in_thread(x, like):
     """x, one number per thread and row, for each number that the thread holds of it: (rows, 4) → shape of `like`."""
     R: gl.constexpr = like.shape[0]
     B: gl.constexpr = like.shape[1]
@@ -268,14 +268,14 @@ def each(x, like):
 
 
 @gluon.jit
-def awaited(x):
+def wait_previous(x):
     """x, after waiting for all earlier launches: a program that starts early may begin before they end."""
     text: gl.constexpr = "{ griddepcontrol.wait; mov.b32 $0, $1; }"
     return gl.inline_asm_elementwise(text, "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.jit
-def let_next(x):
+def let_next_start(x):
     """x; from here on, programs of the next kernel may start where there is room."""
     text: gl.constexpr = "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }"
     return gl.inline_asm_elementwise(text, "=r,r", [x], gl.int32, False, 1)
@@ -426,28 +426,28 @@ def weights_ptx(kind: str) -> tuple[str, str]:
     largest score and the rescaling; the other rows of a warp keep their base, so that no row depends on another.
     """
     half = SCORES // 2
-    given = {x: half + (3 + at) * SCORES for at, x in enumerate(("score", "base", "sum", "begins", "scale"))}
-    made = {x: half + at * SCORES for at, x in enumerate(("base", "fade", "sum"))}
+    inputs = {x: half + (3 + at) * SCORES for at, x in enumerate(("score", "base", "sum", "begins", "scale"))}
+    outs = {x: half + at * SCORES for at, x in enumerate(("base", "fade", "sum"))}
     lines = [
         "{ .reg .pred p, begins, moved, nothing;",
         ".reg .b32 lane, who;",
         f".reg .f32 w<{SCORES}>, base<2>, less<2>, fade<2>, had<2>, sum<2>, x;",
-        f"setp.ne.s32 begins, ${given['begins']}, 0;",
+        f"setp.ne.s32 begins, ${inputs['begins']}, 0;",
         "setp.ne.s32 moved, 0, 0;",
     ]
     for r in (0, 1):
         lines += [
-            f"mov.f32 base{r}, ${given['base'] + 2 * r};",
+            f"mov.f32 base{r}, ${inputs['base'] + 2 * r};",
             f"neg.f32 less{r}, base{r};",
             f"mov.f32 fade{r}, {ONE};",
-            f"mov.f32 had{r}, ${given['sum'] + 2 * r};",
+            f"mov.f32 had{r}, ${inputs['sum'] + 2 * r};",
             f"mov.f32 sum{r}, {_hex(0.0)};",
         ]
     lines += ["@begins bra MOVE;", "WEIGH:"]
     for pair in range(half):
         a, b, r = 2 * pair, 2 * pair + 1, pair % 2
         for x in (a, b):
-            lines += [f"fma.rn.f32 w{x}, ${given['score'] + x}, ${given['scale']}, less{r};"]
+            lines += [f"fma.rn.f32 w{x}, ${inputs['score'] + x}, ${inputs['scale']}, less{r};"]
             lines += [f"ex2.approx.ftz.f32 w{x}, w{x};"]
         lines += [f"cvt.rn.{kind}x2.f32 ${pair}, w{b}, w{a};"]
         lines += [
@@ -465,15 +465,15 @@ def weights_ptx(kind: str) -> tuple[str, str]:
         "and.b32 lane, lane, 28;",
     ]
     for r in (0, 1):
-        lines += _moved(r, [given["score"] + x for x in range(SCORES) if x // 2 % 2 == r], given["scale"])
+        lines += _rebase(r, [inputs["score"] + x for x in range(SCORES) if x // 2 % 2 == r], inputs["scale"])
     lines += ["setp.eq.s32 moved, 0, 0;", "bra WEIGH;", "DONE:"]
     lines += [f"fma.rn.f32 sum{r}, had{r}, fade{r}, sum{r};" for r in (0, 1)]
-    lines += [f"mov.f32 ${at + x}, {name}{x // 2 % 2};" for name, at in made.items() for x in range(SCORES)]
+    lines += [f"mov.f32 ${at + x}, {name}{x // 2 % 2};" for name, at in outs.items() for x in range(SCORES)]
     kinds = ["=&r"] * half + ["=&f"] * 3 * SCORES + ["f"] * 3 * SCORES + ["r"] * SCORES + ["f"] * SCORES
     return "\n".join([*lines, "}"]), ",".join(kinds)
 
 
-def _moved(r: int, scores: list[int], scale: int) -> list[str]:
+def _rebase(r: int, scores: list[int], scale: int) -> list[str]:
     """Set the base of row r to its largest score, over the four threads that hold it, if one of them needs it."""
     lines = [f"max.f32 w0, ${scores[0]}, ${scores[1]};"]
     lines += [f"max.f32 w0, w0, ${x};" for x in scores[2:]]

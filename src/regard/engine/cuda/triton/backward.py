@@ -76,7 +76,7 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n = strides[:15]
     dq_b, dq_h, dq_n = strides[15:18]
     ITEMS, MEMBERS, BLOCKS, skipped = tables
-    LIMITS, TABLE, SLOPES, seed, reach, below, boost = extras
+    LIMITS, TABLE, SLOPES, seed, reach, cutoff, upscale = extras
     heads, all_heads, n, start, step, scale, factors = sizes
     bh, b, h, w = head_of(pid, heads, all_heads)
     r, in_tile, i, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, MEMBERS, w + skipped, start, step, S)
@@ -88,7 +88,7 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     DO += b * do_b + h * do_h
     DQ += b * dq_b + h * dq_h
     row = bh.to(tl.int64) * n
-    bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, below, boost)
+    bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, cutoff, upscale)
 
     q = rows_of(Q, r, q_n, in_tile, S.d_k, S.DK, True, S.WIDE)
     do = rows_of(DO, r, do_n, in_tile, S.d_v, S.DV, True, S.WIDE)
@@ -145,12 +145,12 @@ def _for_keys(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n = strides[:15]
     dk_b, dk_h, dk_m, dv_b, dv_h, dv_m = strides[18:]
     ITEMS, MEMBERS, BLOCKS, _ = tables
-    LIMITS, TABLE, SLOPES, seed, reach, below, boost = extras
+    LIMITS, TABLE, SLOPES, seed, reach, cutoff, upscale = extras
     heads, all_heads, n, start, step, scale, factors = sizes
     all_heads = all_heads // S.GROUP
     bh, b, h, w = head_of(pid, heads // S.GROUP, all_heads)
     j, in_tile, _, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, MEMBERS, w, 0, 1, S)
-    live = within(in_tile, j, limits_of(LIMITS, b, S), S)
+    visible = within(in_tile, j, limits_of(LIMITS, b, S), S)
     Q += b * q_b + h * S.GROUP * q_h
     K += b * k_b + h * k_h
     V += b * v_b + h * v_h
@@ -162,8 +162,8 @@ def _for_keys(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     LSE, DLSE, STATS = LSE + row, DLSE + row, STATS + 4 * row
     first_head, first_of_all = h * S.GROUP, bh * S.GROUP
 
-    k = rows_of(K, j, k_m, live, S.d_k, S.DK, True, S.WIDE)
-    v = rows_of(V, j, v_m, live, S.d_v, S.DV, True, S.WIDE)
+    k = rows_of(K, j, k_m, visible, S.d_k, S.DK, True, S.WIDE)
+    v = rows_of(V, j, v_m, visible, S.d_v, S.DV, True, S.WIDE)
     dk = tl.zeros((S.R, S.DK), tl.float32)
     dv = tl.zeros((S.R, S.DV), tl.float32)
     for u in range(S.GROUP * (hi - lo)):
@@ -195,18 +195,18 @@ def _for_keys(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
         bias = bias_of(TABLE, SLOPES, head, reach, S.BIAS)
         low, high = ends(BLOCKS, t, S)
         scores, unit, slope = masked_scores(
-            products, (start + step * r)[None, :], j[:, None], live[:, None], valid[None, :], t >= mid,
+            products, (start + step * r)[None, :], j[:, None], visible[:, None], valid[None, :], t >= mid,
             begins - start - step * high, latest - start - step * low, bias, factors, S,
         )  # fmt: skip
         weights = tl.exp2(scores * unit - lse2[None, :])
-        kept = weights
+        weights_of_v = weights
         if S.DROPS:
-            kept_pairs = is_kept((seed, of_all, below, boost), r[None, :], j[:, None])
-            kept = tl.where(kept_pairs, weights * boost, 0.0)
-        dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=S.PRECISION)
+            is_kept_pair = is_kept((seed, of_all, cutoff, upscale), r[None, :], j[:, None])
+            weights_of_v = tl.where(is_kept_pair, weights * upscale, 0.0)
+        dv = tl.dot(weights_of_v.to(do.dtype), do, dv, input_precision=S.PRECISION)
         dweights = tl.dot(v, tl.trans(do), input_precision=S.PRECISION)
         if S.DROPS:
-            dweights = tl.where(kept_pairs, dweights * boost, 0.0)
+            dweights = tl.where(is_kept_pair, dweights * upscale, 0.0)
         dscores = weights * (dweights - delta[None, :])
         if S.CAPPED:
             dscores *= slope
@@ -235,7 +235,7 @@ def gradients_kernel(
     LIMITS, TABLE, SLOPES, seed, ITEMS, MEMBERS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n,
     dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
-    heads, all_heads, for_keys, n, start, step, scale, scale2, cap2, reach, below, boost, S: tl.constexpr,
+    heads, all_heads, for_keys, n, start, step, scale, scale2, cap2, reach, cutoff, upscale, S: tl.constexpr,
 ):  # fmt: skip
     """dq of tiles of queries, dk and dv of tiles of keys; if of both, the first `for_keys` items are of keys."""
     pid = tl.program_id(0)
@@ -246,7 +246,7 @@ def gradients_kernel(
         dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
     )  # fmt: skip
     tables = ITEMS, MEMBERS, BLOCKS, for_keys
-    extras = LIMITS, TABLE, SLOPES, seed, reach, below, boost
+    extras = LIMITS, TABLE, SLOPES, seed, reach, cutoff, upscale
     sizes = heads, all_heads, n, start, step, scale, (scale2, cap2)
     if S.SIDES == FOR_QUERIES:
         _for_queries(pid, tensors, strides, tables, extras, sizes, S)
@@ -305,9 +305,9 @@ def _gcd(a, b):
 
 
 @triton.jit
-def _add(SUMS, x, value, also, reach):
+def _add(SUMS, x, value, valid, reach):
     """SUMS[x] += value, for distances within ±reach, none of which may occur twice."""
-    in_tile = also & (x > -reach) & (x < reach)
+    in_tile = valid & (x > -reach) & (x < reach)
     tl.debug_barrier()  # another thread may have written what this one reads
     tl.store(SUMS + x, tl.load(SUMS + x, mask=in_tile, other=0.0) + value, mask=in_tile)
 
@@ -317,15 +317,15 @@ def _diagonals(SUMS, ds, first, b, reach, R: tl.constexpr, B: tl.constexpr):
     """Adds the sums along diagonals, which are b apart; `first` is the distance of row 0 and column 0."""
     a = tl.arange(0, R)[:, None]
     c = tl.arange(0, B)[None, :]
-    turned = tl.gather(ds, (a + c) % B + a * 0, 1)
+    rotated = tl.gather(ds, (a + c) % B + a * 0, 1)
     for w in tl.static_range((R + B - 2) // B + 1):  # how often a row has wrapped around
-        column = tl.sum(tl.where((a + c) // B == w, turned, 0.0), 0)
+        column = tl.sum(tl.where((a + c) // B == w, rotated, 0.0), 0)
         x = first + b * (tl.arange(0, B) - B * w)
         _add(SUMS, x, column, x == x, reach)
 
 
 @triton.jit
-def _scatter(SUMS, ds, first, row_step, b, here, reach, R: tl.constexpr, B: tl.constexpr):
+def _scatter(SUMS, ds, first, row_step, b, in_segment, reach, R: tl.constexpr, B: tl.constexpr):
     """Adds each ds at its distance, as many at once as have distinct distances."""
     a = tl.arange(0, R)[:, None]
     c = tl.arange(0, B)[None, :]
@@ -335,10 +335,10 @@ def _scatter(SUMS, ds, first, row_step, b, here, reach, R: tl.constexpr, B: tl.c
     places = tl.minimum(tl.maximum(row_step // g, 1), B)
     if rows * B >= places * R:
         for low in range(0, R, rows):
-            _add(SUMS, x, ds, here & (a >= low) & (a < low + rows), reach)
+            _add(SUMS, x, ds, in_segment & (a >= low) & (a < low + rows), reach)
     else:
         for low in range(0, B, places):
-            _add(SUMS, x, ds, here & (c >= low) & (c < low + places), reach)
+            _add(SUMS, x, ds, in_segment & (c >= low) & (c < low + places), reach)
 
 
 @triton.jit
@@ -359,18 +359,18 @@ def _near(SUMS, ds, BLOCKS, t, at, row_step, reach, R: tl.constexpr, B: tl.const
         nearest = first + b * begin - row_step * (R - 1)
         if (until > begin) & (farthest > -reach) & (nearest < reach):
             c = tl.arange(0, B)[None, :]
-            here = (c >= begin) & (c < until)
+            in_segment = (c >= begin) & (c < until)
             if b == row_step:
-                _diagonals(SUMS, tl.where(here, ds, 0.0), first, b, reach, R, B)
+                _diagonals(SUMS, tl.where(in_segment, ds, 0.0), first, b, reach, R, B)
             else:
-                _scatter(SUMS, ds, first, row_step, b, here, reach, R, B)
+                _scatter(SUMS, ds, first, row_step, b, in_segment, reach, R, B)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "items", "programs"])
 def bias_kernel(
     Q, K, V, DO, STATS, NEAR, LIMITS, TABLE, SLOPES, seed, ITEMS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
-    items, programs, heads, all_heads, group, n, start, step, scale2, cap2, reach, below, boost, S: tl.constexpr,
+    items, programs, heads, all_heads, group, n, start, step, scale2, cap2, reach, cutoff, upscale, S: tl.constexpr,
 ):  # fmt: skip
     """Program p of a head adds items p, p + programs, … to its row of NEAR."""
     pid = tl.program_id(0)
@@ -381,7 +381,7 @@ def bias_kernel(
     V += b * v_b + (h // group) * v_h
     DO += b * do_b + h * do_h
     STATS += 4 * bh.to(tl.int64) * n
-    bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, below, boost)
+    bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, cutoff, upscale)
     NEAR += pid.to(tl.int64) * (2 * reach + 1) + reach
     for w in range(nth, items, programs):
         r, in_tile, i, at, latest, lo, mid, hi, _slot = tile_of(ITEMS, ITEMS, w, start, step, S)

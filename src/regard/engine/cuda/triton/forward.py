@@ -18,7 +18,7 @@ INTERPRETED = tl.constexpr(prepared.INTERPRETED)
 ROUNDS = tl.constexpr(7)  # of Philox4x32: as many pass every known statistical test
 TABLE, SLOPES = 1, 2  # the parts of a bias, added up to BIAS
 # Numbers that must not make Triton compile again.
-VARYING = ["heads", "all_heads", "n", "start", "reach", "seed", "below"]
+VARYING = ["heads", "all_heads", "n", "start", "reach", "seed", "cutoff"]
 
 
 class Static(NamedTuple):
@@ -139,16 +139,14 @@ def addresses(X, x, stride, D: tl.constexpr, WIDE: tl.constexpr):
 def rows_of(X, x, stride, valid, d: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr):
     """Rows x of X, (len(x), D): zeros past the true width d and, where MASKED, in rows that are not valid."""
     at = addresses(X, x, stride, D, WIDE)
-    if MASKED:
-        if d != D:
-            return tl.load(at, mask=valid[:, None] & (tl.arange(0, D) < d)[None, :], other=0.0)
-        else:
-            return tl.load(at, mask=valid[:, None], other=0.0)
+    if MASKED and d != D:
+        return tl.load(at, mask=valid[:, None] & (tl.arange(0, D) < d)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(at, mask=valid[:, None], other=0.0)
+    elif d != D:
+        return tl.load(at, mask=(tl.arange(0, D) < d)[None, :], other=0.0)
     else:
-        if d != D:
-            return tl.load(at, mask=(tl.arange(0, D) < d)[None, :], other=0.0)
-        else:
-            return tl.load(at)
+        return tl.load(at)
 
 
 @triton.jit
@@ -207,11 +205,11 @@ def bias_of(TABLE, SLOPES, h, reach, BIAS: tl.constexpr):
 @triton.jit
 def is_kept(dropout, r, j):
     """Whether the weight of query row r on key j is kept, which broadcast. dropout: seed, head, threshold, factor."""
-    seed, bh, below, _ = dropout
+    seed, bh, cutoff, _ = dropout
     r, j = tl.broadcast(r, j)
     zero = j * 0
     random, _, _, _ = tl.philox(seed, j, r, zero + bh, zero, ROUNDS)
-    return random >= below.to(tl.uint32)
+    return random >= cutoff.to(tl.uint32)
 
 
 @triton.jit
@@ -252,12 +250,12 @@ def _tanh(x):
 
 
 @triton.jit
-def masked_scores(products, i, j, live, valid, masked, near, far, bias, factors, S: tl.constexpr):
+def masked_scores(products, i, j, visible, valid, masked, near, far, bias, factors, S: tl.constexpr):
     """Scores of pairs (i, j), −∞ where a pair is not allowed; the remaining factor that converts them to base 2; and
     their derivative with respect to the scaled products, which is not 1 under a softcap.
 
-    All of i, j, live and valid broadcast. live: within the lengths; valid: no empty column; masked: the block has
-    pairs that are not allowed; near, far: the smallest and largest j − i of the block; factors: scale and softcap.
+    All of i, j, visible and valid broadcast. visible: within the lengths; valid: no empty column; masked: the block
+    has pairs that are not allowed; near, far: the smallest and largest j − i of a block; factors: scale and softcap.
     """
     scale2, cap2 = factors
     scores, unit, slope = products, scale2, 1.0
@@ -270,7 +268,7 @@ def masked_scores(products, i, j, live, valid, masked, near, far, bias, factors,
     if S.BIAS:
         scores = with_bias(scores, bias, i, j, near, far, S.BIAS)
     if S.LENGTHS:
-        scores = tl.where(live, scores, -float("inf"))
+        scores = tl.where(visible, scores, -float("inf"))
     if S.RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if masked:
             scores = tl.where(S.allowed(i, j) & valid, scores, -float("inf"))
@@ -278,7 +276,7 @@ def masked_scores(products, i, j, live, valid, masked, near, far, bias, factors,
 
 
 @triton.jit
-def join(scores, unit, top, total, acc):
+def update_softmax(scores, unit, top, total, acc):
     """The running softmax with these scores: the largest (base 2), the sum, the output so far; and their weights."""
     higher = tl.maximum(top, tl.max(scores, 1) * unit)
     base = tl.where(higher == -float("inf"), 0.0, higher)  # no allowed key so far: −∞ − (−∞) would be NaN
@@ -299,7 +297,7 @@ def with_sink(at):
 def forward_kernel(
     Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, TABLE, SLOPES, seed, SINK, ITEMS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    heads, all_heads, group, n, start, step, scale2, cap2, reach, below, boost, S: tl.constexpr,
+    heads, all_heads, group, n, start, step, scale2, cap2, reach, cutoff, upscale, S: tl.constexpr,
 ):  # fmt: skip
     """Tiles of queries, blocks of keys; top is the largest score of a row so far (base 2), total the sum."""
     bh, b, h, w = head_of(tl.program_id(0), heads, all_heads)
@@ -311,7 +309,7 @@ def forward_kernel(
     V += b * v_b + (h // group) * v_h
     O += b * o_b + h * o_h
     LSE += bh.to(tl.int64) * n
-    bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, below, boost)
+    bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, cutoff, upscale)
 
     q = rows_of(Q, r, q_n, in_tile, S.d_k, S.DK, True, S.WIDE)
     top = tl.full((S.R,), -float("inf"), tl.float32)
@@ -320,10 +318,10 @@ def forward_kernel(
     if S.SINKS:  # as if it had been one key of weight 1 and value 0
         top, total = with_sink(SINK + h + 0 * r)
     if S.ACCUMULATES:  # as if the earlier pass had been one key of weight 1 and value o
-        begun = tl.where(slot < 0, in_tile, a < 0)
-        top = tl.load(LSE + r, mask=begun, other=-float("inf")) * 1.4426950408889634
+        continues = tl.where(slot < 0, in_tile, a < 0)
+        top = tl.load(LSE + r, mask=continues, other=-float("inf")) * 1.4426950408889634
         total = tl.where(top == -float("inf"), 0.0, 1.0)
-        acc = rows_of(O, r, o_n, begun, S.d_v, S.DV, True, S.WIDE).to(tl.float32)
+        acc = rows_of(O, r, o_n, continues, S.d_v, S.DV, True, S.WIDE).to(tl.float32)
 
     for t in range(lo, hi):
         j, valid, k = keys_of(K, k_m, BLOCKS, t, limits, S)
@@ -333,9 +331,9 @@ def forward_kernel(
             products, i[:, None], j[None, :], valid[None, :], valid[None, :], t >= mid, low - latest, high - begins,
             bias, (scale2, cap2), S,
         )  # fmt: skip
-        top, total, acc, weights = join(scores, unit, top, total, acc)
+        top, total, acc, weights = update_softmax(scores, unit, top, total, acc)
         if S.DROPS:
-            weights = tl.where(is_kept(dropout, r[:, None], j[None, :]), weights * boost, 0.0)
+            weights = tl.where(is_kept(dropout, r[:, None], j[None, :]), weights * upscale, 0.0)
         v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS > 0, S.WIDE)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
 
@@ -455,7 +453,7 @@ def decode_kernel(
             scores, unit, _ = masked_scores(
                 products, p, j[None, :], valid[None, :], valid[None, :], True, 0, 0, 0, (scale2, cap2), S
             )
-            top, total, acc, weights = join(scores, unit, top, total, acc)
+            top, total, acc, weights = update_softmax(scores, unit, top, total, acc)
             v = rows_of(V, j, v_m, valid, S.d_v, S.DV, True, S.WIDE)
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
         before += count

@@ -36,14 +36,14 @@ class Static(NamedTuple):
 
 
 @triton.jit
-def _kept_pairs(SEED, rows, where, below, R: tl.constexpr, C: tl.constexpr):
+def _survivors(SEED, rows, where, cutoff, R: tl.constexpr, C: tl.constexpr):
     """Which of C weights in each of R rows are kept; each 128-bit Philox number decides for eight neighbors."""
     r = rows[:, None] + tl.zeros((1, C // 8), tl.int32)
     c = tl.arange(0, C // 8)[None, :] + tl.zeros((R, 1), tl.int32)
     x, y, z, w = tl.philox(tl.load(SEED), c, r, c * 0 + where, c * 0, ROUNDS)
     words = tl.join(tl.join(x, y), tl.join(z, w))
-    halves = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(halves, (R, C)) >= below.to(tl.uint32)
+    numbers_16 = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(numbers_16, (R, C)) >= cutoff.to(tl.uint32)
 
 
 @triton.jit
@@ -73,9 +73,9 @@ def _keys(C, LIMITS, b, h_kv, m, c_m, k_at, v_at, S: tl.constexpr):
     return j, valid, k, v
 
 
-@triton.jit(do_not_specialize=["below"])
+@triton.jit(do_not_specialize=["cutoff"])
 def forward_kernel(
-    X, C, O, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, below, scale2, boost, scale, S: tl.constexpr
+    X, C, O, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, cutoff, scale2, upscale, scale, S: tl.constexpr
 ):  # fmt: skip
     """o of one head."""
     bh = tl.program_id(0)
@@ -85,14 +85,14 @@ def forward_kernel(
     j, valid, k, v = _keys(C, LIMITS, b, h // S.GROUP, m, c_m, k_at, v_at, S)
     weights = _weights(q, k, i, j, valid, scale2, S.CAUSAL, S.PRECISION)
     if S.DROPS:
-        weights = tl.where(_kept_pairs(SEED, i, bh, below, S.N, S.M), weights * boost, 0.0)
+        weights = tl.where(_survivors(SEED, i, bh, cutoff, S.N, S.M), weights * upscale, 0.0)
     o = tl.dot(weights.to(v.dtype), v, input_precision=S.PRECISION)
     store_rows(O + (b * n * S.HEADS + h) * S.d_v, i, S.HEADS * S.d_v, o, i < n, S.d_v, S.DV, False)
 
 
-@triton.jit(do_not_specialize=["below"])
+@triton.jit(do_not_specialize=["cutoff"])
 def backward_kernel(
-    X, C, DO, DX, DC, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, below, scale2, boost, scale, S: tl.constexpr
+    X, C, DO, DX, DC, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, cutoff, scale2, upscale, scale, S: tl.constexpr
 ):  # fmt: skip
     """dk and dv of one key head, and dq of the query heads that share it."""
     pid = tl.program_id(0)
@@ -110,12 +110,12 @@ def backward_kernel(
         do = rows_of(DO_HEAD, i, S.HEADS * S.d_v, i < n, S.d_v, S.DV, True, False)
         weights = _weights(q, k, i, j, valid, scale2, S.CAUSAL, S.PRECISION)
         dweights = tl.dot(do, tl.trans(v), input_precision=S.PRECISION)
-        kept = weights
+        weights_of_v = weights
         if S.DROPS:
-            is_kept = _kept_pairs(SEED, i, (b * S.HEADS + h).to(tl.int32), below, S.N, S.M)
-            kept = tl.where(is_kept, weights * boost, 0.0)
-            dweights = tl.where(is_kept, dweights * boost, 0.0)
-        dv = tl.dot(tl.trans(kept.to(do.dtype)), do, dv, input_precision=S.PRECISION)
+            survives = _survivors(SEED, i, (b * S.HEADS + h).to(tl.int32), cutoff, S.N, S.M)
+            weights_of_v = tl.where(survives, weights * upscale, 0.0)
+            dweights = tl.where(survives, dweights * upscale, 0.0)
+        dv = tl.dot(tl.trans(weights_of_v.to(do.dtype)), do, dv, input_precision=S.PRECISION)
         delta = tl.sum(weights * dweights, 1)
         dscores = (weights * (dweights - delta[:, None]) * scale).to(q.dtype)
         dq = tl.dot(dscores, k, input_precision=S.PRECISION)
@@ -160,8 +160,8 @@ def _launch(
 ) -> None:  # fmt: skip
     """Run a kernel on these tensors; the first two are x and the context, or x again (own).
 
-    Weights whose random 16-bit number is less than `below` are dropped; the others are multiplied by `boost`. Triton
-    specializes on dtypes and on addresses divisible by 16, so both are part of the key.
+    Weights whose random 16-bit number is less than `cutoff` are dropped; the others are multiplied by `upscale`.
+    Triton specializes on dtypes and on addresses divisible by 16, so both are part of the key.
     """
     x, c = tensors[:2]
     tensors = *tensors, x if lengths is None else lengths, x if seed is None else seed
@@ -171,16 +171,16 @@ def _launch(
     if program is None:
         begins = options.heads * options.d_k if own else 0
         n, m, d_k, d_v = x.shape[1], c.shape[1], options.d_k, options.d_v
-        below = min(round(options.dropout_p * 2**16), 2**16 - 1)
-        boost = 1.0 / (1.0 - below / 2**16)
+        cutoff = min(round(options.dropout_p * 2**16), 2**16 - 1)
+        upscale = 1.0 / (1.0 - cutoff / 2**16)
         sizes = Static(
-            options.heads, options.heads // options.kv_heads, options.causal, lengths is not None, below > 0,
+            options.heads, options.heads // options.kv_heads, options.causal, lengths is not None, cutoff > 0,
             padded(n), padded(m), d_k, d_v, padded(d_k), padded(d_v), "ieee" if x.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         launch = Launch(
             kernel, programs, Config(0, 0, 4 if max(sizes.N, sizes.M) <= 64 else 8, 1),
-            x.shape[2], c.shape[2], begins, begins + options.kv_heads * d_k, n, m, below,
-            options.scale * LOG2E, boost, options.scale, S=sizes,
+            x.shape[2], c.shape[2], begins, begins + options.kv_heads * d_k, n, m, cutoff,
+            options.scale * LOG2E, upscale, options.scale, S=sizes,
         )  # fmt: skip
         inputs = tuple(range(len(tensors)))
         program = PREPARED.put(key, Program(inputs, [(launch, inputs)], {}, x.device))
