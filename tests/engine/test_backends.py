@@ -12,6 +12,7 @@ import regard as rg
 from regard.engine import gpu_estimates, sdpa
 from regard.engine.backends import PREPARED, PREPARED_BY_DATA, TABLE, choose
 from regard.engine.call import CallFacts, Prepared
+from regard.engine.cuda import backend as triton_backend
 from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
 from regard.pattern.algebra import Both
@@ -257,6 +258,7 @@ def test_dense_calls_on_a_gpu_run_by_the_faster_backend(case, monkeypatch):
     PREPARED.clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(triton_backend, "_hopper_passes", lambda f: ())
     # Where other kernels than the measured ones run, long calls stay with PyTorch's attention.
     assert choose(call).backend == (backend if n < 128 else "sdpa")
     PREPARED.clear()

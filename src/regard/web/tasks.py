@@ -50,19 +50,12 @@ def pattern(fields: dict[str, Any]) -> dict[str, Any]:
 def _estimate(explanation: Any, how: dict[str, Any]) -> dict[str, Any]:
     """FLOPs and estimated seconds of HEADS heads of width WIDTH, beside attention without a mask.
 
-    The seconds are those by which a backend is chosen, fitted on two CPU cores and on an H200. SDPA without a mask is
-    never compared in a training step on a GPU, so its time is not known there: None.
+    The seconds are those by which a backend is chosen, fitted on two CPU cores and on an H200.
     """
     sizes = {"heads": HEADS, "d_k": WIDTH, **how}
     dense = regard.explain(full(), **sizes)
     each = 4 * WIDTH * HEADS * (3.5 if how["grad"] else 1.0)  # a backward pass has 2.5 times the products
-    known = not (how["grad"] and how["device"] == "cuda")
-    both = [
-        _finite(TABLE[e.backend].estimate(facts_from(e.pattern, **sizes)))
-        if known or e.backend != "sdpa"
-        else None
-        for e in (explanation, dense)
-    ]
+    both = [_finite(TABLE[e.backend].estimate(facts_from(e.pattern, **sizes))) for e in (explanation, dense)]
     return {
         "heads": HEADS,
         "width": WIDTH,
