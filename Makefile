@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # `make test` runs two processes at the same time, which take about equally long: the folders of FIRST, and all others.
 # Each process imports and collects only what it runs, which is quicker than workers that collect every test.
-FIRST := tests/costs tests/engine tests/laws tests/lens tests/project
+FIRST := tests/costs tests/engine tests/laws tests/lens tests/position tests/project tests/reference
 comma := ,
 SHAPED := $(shell grep -rl jaxtyping src/regard --include=*.py | sed 's|^src/||; s|/__init__.py$$||; s|\.py$$||; s|/|.|g')
 # No test but a compiled one reads a log, and pytest's own handlers of each test take as long as a small test.
