@@ -186,6 +186,36 @@ def require_one_kind(q: Any, k: Any, v: Any) -> None:
         raise ShapeError(f"q, k and v are {q.dtype}; at least 16 bits are needed: x.bfloat16()")
 
 
+def in_context_parallel() -> bool:
+    """Whether PyTorch's context_parallel has divided sequences among processes: it replaces PyTorch's attention."""
+    import torch
+
+    module = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", "")
+    return "context_parallel" in str(module)
+
+
+def require_whole_sequences(q: Any, k: Any, v: Any, runs_sharded: bool) -> None:
+    """Refuse sequences of which a process has a part, and DTensors that PyTorch cannot compute a pattern with.
+
+    runs_sharded: PyTorch's own attention, which takes DTensors, runs this call without a mask.
+    """
+    import torch
+
+    if torch.compiler.is_compiling():
+        return
+    if in_context_parallel():
+        raise BackendError(
+            "inside torch's context_parallel each process has a part of the sequence, and rg.attention would attend "
+            "to the keys of that part only; use F.scaled_dot_product_attention there, or leave the sequence whole"
+        )
+    if not runs_sharded and any(hasattr(x, "device_mesh") for x in (q, k, v)):
+        raise ShapeError(
+            "q, k or v is a DTensor, which has no rules for this pattern; where processes have whole sequences (of "
+            "some heads or batch rows), use torch.distributed.tensor.experimental.local_map around rg.attention, or "
+            "x.to_local()"
+        )
+
+
 def require_device(call: Any) -> None:
     """Refuse what is on another device than the queries: the data of a pattern, a table, a bias, a sink.
 

@@ -11,7 +11,7 @@ import torch
 
 import regard as rg
 from regard import compat
-from regard.errors import ShapeError
+from regard.errors import BackendError, ShapeError
 
 pytestmark = pytest.mark.compiled
 X = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -214,3 +214,38 @@ def test_a_function_that_reads_a_tensor_on_another_device_is_refused_in_words(fn
     message = "i and j are on cpu, and the function reads a tensor on another device; move it there"
     with pytest.raises(ShapeError, match=message):
         rg.attention(q, q, q, rg.where(fn))
+
+
+def test_a_sequence_that_is_divided_among_processes_is_refused(monkeypatch):
+    q = torch.randn(1, 2, 8, 4)
+    rg.attention(q, q, q, rg.causal())  # prepared: a repeated call must notice it, too
+
+    def replaced(*given, **more):
+        raise AssertionError
+
+    replaced.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", replaced)
+    with pytest.raises(BackendError) as refused:
+        rg.attention(q, q, q, rg.causal())
+    assert str(refused.value) == (
+        "inside torch's context_parallel each process has a part of the sequence, and rg.attention would attend to "
+        "the keys of that part only; use F.scaled_dot_product_attention there, or leave the sequence whole"
+    )
+    replaced.__module__ = "another_library"  # which does not divide sequences
+    assert rg.attention(q, q, q, rg.causal()).shape == q.shape
+
+
+def test_sharded_tensors_name_what_runs_a_pattern_on_them():
+    class Sharded(torch.Tensor):
+        device_mesh = "mesh"
+
+    q = torch.randn(1, 2, 8, 4).as_subclass(Sharded)
+    assert rg.attention(q, q, q).shape == q.shape  # PyTorch's own attention has rules for them
+    for pattern in (rg.causal(), torch.ones(8, 8).tril().bool()):
+        with pytest.raises(ShapeError) as refused:
+            rg.attention(q, q, q, pattern)
+        assert str(refused.value) == (
+            "q, k or v is a DTensor, which has no rules for this pattern; where processes have whole sequences (of "
+            "some heads or batch rows), use torch.distributed.tensor.experimental.local_map around rg.attention, or "
+            "x.to_local()"
+        )

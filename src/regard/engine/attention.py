@@ -6,12 +6,22 @@ from math import inf, isnan, prod, sqrt
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import compat, reference
-from ..errors import ShapeError, SpecError, not_an_argument, require_device, require_one_kind, require_tensors
-from ..pattern import At, Pattern, full, per_head, query_offset
+from ..errors import (
+    ShapeError,
+    SpecError,
+    in_context_parallel,
+    not_an_argument,
+    require_device,
+    require_one_kind,
+    require_tensors,
+    require_whole_sequences,
+)
+from ..pattern import At, Pattern, causal, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, calls_with_data, choose
@@ -22,6 +32,7 @@ from .merge import by_heads, merge_sink
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes, compat.autocast_active
 _higher = compat.higher_derivatives
+_plain_sdpa = F.scaled_dot_product_attention
 INTEGERS = torch.int32, torch.int64
 TENSORS = Tensor, torch.nn.Parameter
 
@@ -73,9 +84,11 @@ def attention(
     key = None
     if rows is not None and bias is None and not dropout_p and not return_lse and ties == "share":
         key = _cache_key(q, k, v, pattern, (scale, softcap), backend, rows)
-    calls = PREPARED if key is None or type(key[0]) is str else calls_with_data(pattern, key[0])
-    if key is not None and (direct := calls.get(key)) is not None:
-        return direct(q, k, v, lengths, at, sink_logits) if rows else direct(q, k, v)
+    calls: Any = None  # looked up only where there is a key: a compiler guards what it sees of the cache
+    if key is not None:
+        calls = PREPARED if type(key[0]) is str else calls_with_data(pattern, key[0])
+        if (direct := calls.get(key)) is not None:
+            return direct(q, k, v, lengths, at, sink_logits) if rows else direct(q, k, v)
     call, front = _checked(
         q, k, v, pattern, lengths=lengths, bias=bias, scale=scale, softcap=softcap, sink_logits=sink_logits,
         ties=ties, dropout_p=dropout_p, at=at, return_lse=return_lse,
@@ -149,6 +162,8 @@ def _checked(
     named = ("lengths", "bias", "sink_logits", "at", "scale")
     require_tensors(q=q, k=k, v=v, **{name: options.get(name) for name in named})
     pattern, table = _pattern_and_table(pattern)
+    runs_sharded = isinstance(pattern, full) or (q.is_cuda and isinstance(pattern, causal))
+    require_whole_sequences(q, k, v, runs_sharded and table is None)
     q, k, v = _autocast_inputs(q, k, v)
     if not isinstance(options.get("dropout_p", 0.0), int | float):
         raise SpecError(f"dropout_p={options['dropout_p']!r} is not a number in [0, 1)")
@@ -205,6 +220,8 @@ def _cache_key(
     if _compiling() or type(q) is not Tensor or not all(map(_is_number, factors)):
         return None
     if _transforms() or _modes() or _autocast() or _higher():
+        return None
+    if F.scaled_dot_product_attention is not _plain_sdpa and in_context_parallel():
         return None
     text: object = "" if pattern is None else pattern.text if isinstance(pattern, Pattern) else None
     if text is None and isinstance(pattern, Pattern) and q.is_cuda:
