@@ -29,7 +29,9 @@ MIN_HEAD_DIM = 16  # heads FlexAttention takes; narrower ones get zeros behind
 MIN_PAIRS = 1 << 22  # pairs of a head from which on a compiled call is worth its start
 MIN_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no choices exist for backend"
 PAIR = 5e-13  # seconds of a dense pair on an H200; fewer than all are computed
-SINGLE = 7e-14  # the same in float32, per width of a head: as much longer as the Triton kernels take
+# The same in float32, per width of a head: as much longer as the Triton kernels take; and of heads wider than 128, of
+# which one call was measured (15 documents, n = 4096, heads of 256: 31 ms, SDPA with a mask 11).
+SINGLE, SINGLE_WIDE = 7e-14, 3.0e-13
 
 
 class Flex:
@@ -60,7 +62,8 @@ class Flex:
         """Only what data decide is worth a compilation: for the rest there are faster kernels."""
         worth = f.device_type == "cuda" and f.pattern.has_data and f.n * f.m >= MIN_PAIRS
         share = 3 if isinstance(f.pattern, neighborhood) else 1  # whose lines other kernels read, if they can
-        return share * f.pairs * (SINGLE * f.d_k if f.dtype == torch.float32 else PAIR) if worth else inf
+        single = f.d_k * (SINGLE_WIDE if f.d_k > 128 else SINGLE)
+        return share * f.pairs * (single if f.dtype == torch.float32 else PAIR) if worth else inf
 
     def prepare(self, f: CallFacts) -> Prepared:
         computed = partial(visited, f.pattern, f.n, f.m, *f.offset)
