@@ -59,9 +59,10 @@ TWO_WIDTHS, OTHER_GPU = 2.0, 8.0
 # So many programs run at a time; a tile that is longer than a program's share, and by so many blocks, is divided.
 PROGRAMS, MIN_EXCESS = 528, 4
 # The CPU prepares a call of the Triton kernels when a length is new, which PyTorch's attention does not need: so many
-# seconds for one query, or forward and per block of 64 × 64 pairs. It is counted as if each length came so many times
-# (a prompt comes once in each layer of a model).
-PREPARE_ONE_QUERY, PREPARE, PREPARE_BLOCK, REUSED = 3e-4, 3e-3, 3.5e-7, 100
+# seconds forward, and per block of 64 × 64 pairs. It is counted as if each length came so many times. A cache grows
+# with every query, so that of one query comes about as often as a model has layers.
+PREPARE, PREPARE_BLOCK, REUSED = 3e-3, 3.5e-7, 100
+PREPARE_ONE_QUERY, LAYERS = 3.3e-4, 20
 # Seconds per byte of k and v where one query of a head reads them.
 READ_SDPA, READ_TRITON, READ_TRITON_FLOAT32 = 2.6e-13, 2.2e-13, 4.3e-13
 
@@ -85,7 +86,7 @@ def triton_dense(f: CallFacts) -> float:
     single = f.dtype == torch.float32
     if f.n == 1:
         read = _bytes_read(f) * (READ_TRITON_FLOAT32 if single else READ_TRITON)
-        return read + PREPARE_ONE_QUERY / REUSED
+        return read + PREPARE_ONE_QUERY / LAYERS
     factor = TWO_WIDTHS if f.d_k != f.d_v and not single else 1.0
     factor = factor if _may_be_hopper(f.device) else OTHER_GPU
     blocks = _pairs(f) / TILE**2
@@ -104,7 +105,7 @@ def _seconds(f: CallFacts, times: Times, longest: float) -> float:
 def _pairs(f: CallFacts) -> float:
     """Of whole tiles; of a causal pattern those of past keys."""
     rows = f.flat_heads * ceil(f.n / TILE) * TILE
-    return rows * f.m * (0.5 if isinstance(f.pattern, causal) else 1.0)
+    return rows * f.m * (0.5 if isinstance(f.pattern, causal) and f.n > 1 else 1.0)
 
 
 def _bytes_read(f: CallFacts) -> int:
