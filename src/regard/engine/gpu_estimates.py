@@ -78,8 +78,8 @@ def sdpa_dense(f: CallFacts) -> float:
 def triton_dense(f: CallFacts) -> float:
     """The Triton kernels on the same call, and its share of what the CPU prepares.
 
-    Training with as many queries as keys stays with PyTorch's kernels, whose memory `rg.cost` knows exactly. In 16 bits
-    between n = 2048 and 4096, `backend="triton"` took 0.61 to 1.45 times as long, in the median 0.90 (29 calls).
+    Training with as many queries as keys stays with PyTorch's kernels, whose memory `rg.cost` knows exactly. In 16
+    bits between n = 2048 and 4096, `backend="triton"` took 0.61 to 1.45 times as long, in the median 0.90 (29 calls).
     """
     if f.grad and f.n == f.m and not f.needs_lse:  # which PyTorch's attention does not give
         return inf
