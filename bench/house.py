@@ -18,6 +18,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 ENGINE = ROOT / "src" / "regard" / "engine"
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))  # which the test files import
 WORD = '''
 
 class lower_band(Word):
