@@ -95,7 +95,7 @@ def triton_dense(f: CallFacts) -> float:
     return factor * _seconds(f, TRITON_FLOAT32 if single else TRITON, longest) + prepare / REUSED
 
 
-def _seconds(f: CallFacts, times: Times, longest: float) -> float:
+def _seconds(f: CallFacts, times: Times, longest: int | float) -> float:
     """longest: the keys of the longest tile."""
     widest = max(f.d_k, f.d_v)
     time = next((times[width] for width in times if widest <= width), times[256])[f.grad]

@@ -160,7 +160,7 @@ def _schedule(rows: int, document: Ints, low: Ints, high: Ints) -> "tuple[Hopper
     bits = interval_mask_words(np.concatenate([no_pair, distinct.view(np.uint8)]))
     masks = Masks(torch.from_numpy(bits), pairs=int(((last - first + 1) * (end - begin)).sum()))
     on_host = torch.from_numpy(np.ascontiguousarray(table[:, :WIDTH]))
-    return HopperSchedule(on_host, blocks, masks, rows=rows, row=row), covers
+    return HopperSchedule(on_host, blocks.astype(np.int64), masks, rows=rows, row=row), covers
 
 
 def _begins(rows: NDArray[np.integer]) -> NDArray[np.bool_]:

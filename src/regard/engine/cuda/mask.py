@@ -173,7 +173,7 @@ def _random_factors() -> Ints:
     return np.random.default_rng(0).integers(1 << 62, size=MASK_WORDS)
 
 
-def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
+def distinct_rows(rows: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
     """The distinct rows, and which of them each row is, by a number for each row: sorting rows takes far longer."""
     number = np.einsum("rc,c->r", rows, _random_factors()[: rows.shape[1]])  # modulo 2⁶⁴
     _, first, nth_distinct = np.unique(number, return_index=True, return_inverse=True)

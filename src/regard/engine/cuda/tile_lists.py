@@ -260,7 +260,7 @@ def _intervals(axis: Axis, side: int, by_keys: bool) -> Cut:
     return Cut(first, shared, np.array(partner), np.array(kind), kinds)
 
 
-def _columns(axes: list[tuple[Ints, Table]], strides: list[int]) -> tuple[Ints, Ints]:
+def _columns(axes: list[tuple[Ints, Table]], strides: list[int]) -> tuple[Ints, NDArray[np.uint64]]:
     """The keys of one kind of tile, in blocks, −1 behind the last; and for each, one bit per query of the tile."""
     keys, allowed = np.zeros(1, dtype=np.int64), np.array([EVERY_QUERY])
     for at, (partners, is_partner) in enumerate(axes):

@@ -158,10 +158,9 @@ def _parameter_name(size: str, parameters: Any) -> str:
 
 def _module(module: nn.Module, hints: Hints) -> Target:
     for kind, adapter in TORCH.items():
-        own = (
-            kind in LAYERS and type(module).forward is not kind.forward
-        )  # often written anew, with other arguments
-        if isinstance(module, kind) and not own:
+        # Subclasses of a layer often have a forward of their own, with other arguments.
+        own_forward = kind in LAYERS and type(module).forward is not kind.forward
+        if isinstance(module, kind) and not own_forward:
             return adapter(module)
     if isinstance(getattr(module, "spec", None), spec.Spec):
         return regard_model(module)
