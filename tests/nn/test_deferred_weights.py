@@ -43,11 +43,11 @@ def emptied(spec: rg.Spec) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-@pytest.mark.parametrize("way", ["to_empty", "assign"])
-def test_weights_loaded_into_a_model_without_memory_are_the_model(name, way):
+@pytest.mark.parametrize("method", ["to_empty", "assign"])
+def test_weights_loaded_into_a_model_without_memory_are_the_model(name, method):
     spec = declared(POSITIONS[name])
     model = original(spec)
-    if way == "to_empty":
+    if method == "to_empty":
         later = emptied(spec)
         later.load_state_dict(model.state_dict())
     else:
