@@ -68,7 +68,10 @@ def main():
             text = log.read_text(encoding="utf-8")
             for count, what in COUNTED.findall(text.strip().rsplit("\n", 1)[-1]):
                 counts[what] = counts.get(what, 0) + int(count)
-            failures += [x for x in text.splitlines() if x.startswith(("FAILED", "ERROR"))]
+            named = [x for x in text.splitlines() if x.startswith(("FAILED", "ERROR"))]
+            # A process that was stopped or crashed names no test; 5: it has none to run.
+            crashed = process.wait() not in (0, 5) and not named
+            failures += [f"FAILED {name}: exit status {process.returncode}, see {log}"] if crashed else named
         counts.pop("deselected", None)
         summary = ", ".join(f"{count} {what}" for what, count in counts.items())
         stop = f"; {stopped} of {len(processes)} processes were stopped" if stopped else ""
