@@ -3,6 +3,7 @@
     PYTHONPATH=src python3 bench/auto_choice.py --device cpu --cases 60
     PYTHONPATH=src:$HOME/wheels:… python3 bench/auto_choice.py --device cuda --cases 60 --flex 3 --out choices.json
     PYTHONPATH=src python3 bench/auto_choice.py --device cuda --dense --out dense.json     # to fit the estimates
+    PYTHONPATH=src:$HOME/wheels:… python3 bench/auto_choice.py --device cuda --documents --out documents.json
 
 Each case is one call: whole sequences, short ones, one query or a chunk over a cache, cross attention; dense and
 sparse patterns, packed documents, grids; grouped heads, two widths, padded batches, softcap, sinks, a bias; with and
@@ -55,6 +56,21 @@ def dense(device):
         pattern = "causal()" if shape[0] == "whole" else "full()"
         named = {"dtype": dtype, "width": d_k, "width_v": d_v, "pattern": pattern, "term": "none"}
         cases.append(dict(zip(names, shape)) | named)
+    return cases
+
+
+def documents(device):
+    """Packed documents by number, width and band: what their estimates are fitted to."""
+    lengths = (2048, 8192, 16384, 32768) if device == "cuda" else (1024,)
+    named = {"kind": "whole", "dtype": "bfloat16" if device == "cuda" else "float32", "term": "none"}
+    cases = []
+    for width, n, count, grad in product((128, 64, 96), lengths, (4, 16, 64), (False, True)):
+        bands = ["causal() & "]
+        bands += ["", "causal() & window(256) & "] if width != 96 and n == 16384 else []
+        for band, batch in [(x, 1) for x in bands] + [(bands[0], 4)] * (n == 8192):
+            shape = {"batch": batch, "heads": 16, "kv_heads": 16, "n": n, "m": n, "grad": grad}
+            pattern = {"width": width, "width_v": width, "pattern": f"{band}documents({count})"}
+            cases.append(named | shape | pattern)
     return cases
 
 
@@ -131,8 +147,8 @@ def tensors_and_options(case, device):
     return made, options
 
 
-def calls_of(case, device, with_flex):
-    """What auto explains, and a call by each name that takes it; all have run once."""
+def calls_of(case, device, names):
+    """What auto explains, and a call by each of these names that takes it; all have run once."""
     import torch
 
     import regard as rg
@@ -153,9 +169,7 @@ def calls_of(case, device, with_flex):
         return run
 
     calls, refused, first, error = {}, {}, None, {}
-    for name in ("auto", *NAMES):
-        if name == "flex" and not with_flex and explained.backend != "flex":
-            continue
+    for name in ("auto", *dict.fromkeys([*names, explained.backend])):
         try:
             found = call(name)()
         except rg.BackendError as why:
@@ -176,10 +190,10 @@ def _off(x, y):
     return float((x.double() - y.double()).norm() / size) if size else float(x.double().norm())
 
 
-def measured(case, device, with_flex):
+def measured(case, device, names):
     import torch
 
-    explained, calls, refused, error = calls_of(case, device, with_flex)
+    explained, calls, refused, error = calls_of(case, device, names)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def took(run, count):
@@ -217,18 +231,26 @@ def main():
     parser.add_argument("--seed", type=int, default=1811)
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--dense", action="store_true", help="not drawn: dense calls of every kind and width")
+    parser.add_argument("--documents", action="store_true", help="not drawn: packed documents")
     parser.add_argument("--flex", type=int, default=0, metavar="N", help="FlexAttention in every Nth case")
+    parser.add_argument(
+        "--backends", nargs="+", choices=NAMES, default=NAMES, help="beside the one that auto chooses"
+    )
     parser.add_argument("--compile", type=int, help="only run every twelfth case once, from this one on")
     parser.add_argument("--limit", type=float, default=400, help="seconds after which no case is begun")
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     begun, cases = perf_counter(), drawn(options.seed, options.cases, options.device)
     cases = dense(options.device) if options.dense else cases
-    flex = [bool(options.flex) and at % options.flex == 0 for at in range(len(cases))]
+    cases = documents(options.device) if options.documents else cases
+    others = tuple(name for name in options.backends if name != "flex")
+    names = [
+        (*others, "flex") if options.flex and at % options.flex == 0 else others for at in range(len(cases))
+    ]
     if options.compile is not None:
         for at in range(options.compile, len(cases), PROCESSES):
             try:
-                calls_of(cases[at], options.device, flex[at])
+                calls_of(cases[at], options.device, names[at])
             except Exception as error:
                 print(f"case {at}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return
@@ -247,7 +269,7 @@ def main():
             print(f"stopped after {at} of {len(cases)} cases")
             break
         try:
-            rows.append(measured(case, options.device, flex[at]))
+            rows.append(measured(case, options.device, names[at]))
             print(f"{at:3} {shown(rows[-1])}", flush=True)
         except Exception as error:
             print(f"{at:3} FAILED {case}: {type(error).__name__}: {str(error)[:300]}", flush=True)

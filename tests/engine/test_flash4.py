@@ -8,6 +8,7 @@ import random
 import sys
 import weakref
 from functools import partial
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -19,6 +20,7 @@ from regard import compat
 from regard.engine import flash4
 from regard.engine.backends import TABLE, choose
 from regard.engine.call import Call, CallFacts
+from regard.engine.cuda import documents
 from regard.errors import BackendError
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16, "d_k": 128, "d_v": 128, "heads": 16, "kv_heads": 16}
@@ -78,7 +80,6 @@ def test_it_takes_bands_of_which_no_query_is_empty(installed):
             refusal(other)
             == f"{other!r} is neither a band of i − j (every pair, causal, a window) nor a few of them"
         )
-    assert refusal(rg.documents(torch.zeros(16384, dtype=torch.long))).endswith("nor a few of them")
     assert (
         refusal(rg.causal(), 8, 4, at=-2)
         == refusal(rg.window(1), 8, 4, at=0)
@@ -109,7 +110,7 @@ def test_auto_takes_it_where_it_is_faster(installed):
 
     dense = on_gpu(rg.causal(), 16385, grad=True)
     assert dense.backend == "flash4"
-    assert dense.variant == "flash-attn-4 4.0.0b36, causal, deterministic backward"
+    assert dense.variant == "flash-attn-4 4.0.0b36, causal"
     for unmeasured in ({"d_k": 112, "d_v": 112}, {"m": 16390}, {"at": 5}):  # by name only
         assert on_gpu(rg.causal(), 16385, **unmeasured).backend != "flash4"
     for grad, d in ((False, 64), (True, 64), (False, 128), (True, 128)):  # as measured
@@ -121,6 +122,28 @@ def test_auto_takes_it_where_it_is_faster(installed):
     assert on_gpu(LOCAL | rg.sinks(4), 16385).backend == "triton"
     assert on_gpu(rg.causal(), 131).backend == "sdpa"  # the CPU takes longer than the GPU
     assert on_gpu(rg.causal(), 16385, dtype=torch.float32).backend == "triton"
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(documents, "_is_hopper", lambda device: True)
+
+
+def packed(*lengths):
+    return rg.documents(torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)))
+
+
+def test_auto_takes_it_for_few_long_documents(installed, hopper):
+    def on_gpu(*lengths, **more):
+        return choose(facts(packed(*lengths) & rg.causal(), sum(lengths), **more), "auto").backend
+
+    long, short = (4096,) * 4, (512,) * 32
+    for d in (64, 128):  # as measured (bench/gpu_peers.py, auto_choice.py --documents)
+        assert on_gpu(*short, d_k=d, d_v=d) == on_gpu(*short, d_k=d, d_v=d, grad=True) == "triton"
+        assert on_gpu(*long, d_k=d, d_v=d, grad=True) == "flash4"
+    assert on_gpu(1024, 1024) == "triton"  # the CPU takes longer than the GPU
+    # Batch rows have to be brought one behind the other.
+    assert on_gpu(4096, 4096) == "flash4" and on_gpu(4096, 4096, batch=4) == "triton"
 
 
 def test_the_estimate_of_two_calls_counts_both_and_what_joins_them(installed):
@@ -142,15 +165,15 @@ def test_looking_for_it_imports_nothing(installed):
 
 
 class Kernel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, extra, left, right, scale, sink):
+    @classmethod
+    def forward(cls, ctx, q, k, v, documents, left, right, scale, sink):
         ctx.save_for_backward(q, k, v, *([] if sink is None else [sink]))
-        ctx.options = left, right, scale
+        ctx.options, ctx.of = (documents, left, right, scale), cls
         ctx.set_materialize_grads(False)
-        return Kernel.formula(q, k, v, sink, left, right, scale)
+        return cls.formula(q, k, v, sink, documents, left, right, scale)
 
     @staticmethod
-    def formula(q, k, v, sink, left, right, scale):
+    def formula(q, k, v, sink, documents, left, right, scale):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         n, m = q.shape[2], k.shape[2]
         behind = torch.arange(m - n, m)[:, None] - torch.arange(m)
@@ -165,7 +188,7 @@ class Kernel(torch.autograd.Function):
     def backward(ctx, *grads):
         with torch.enable_grad():  # without a graph of its own, as that of the kernels
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            outputs = Kernel.formula(*inputs, *([] if len(inputs) == 4 else [None]), *ctx.options)
+            outputs = ctx.of.formula(*inputs, *([] if len(inputs) == 4 else [None]), *ctx.options)
         given = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None]
         given_grads = [dy.detach() for _, dy in given]
         found = torch.autograd.grad([y for y, _ in given], inputs, given_grads, materialize_grads=True)
@@ -173,16 +196,35 @@ class Kernel(torch.autograd.Function):
         return *found[:3], None, None, None, None, found[3] if len(inputs) == 4 else None
 
 
-def kernel(q, k, v, *, softmax_scale, window_size, deterministic, return_lse, learnable_sink=None):
-    assert deterministic and q.stride(-1) == 1
-    return Kernel.apply(q, k, v, None, *window_size, softmax_scale, learnable_sink)
+class KernelOfDocuments(Kernel):
+    """Sequences one behind the other, without an axis for the batch; the log-sum-exp has the heads first."""
+
+    @staticmethod
+    def formula(q, k, v, sink, documents, left, right, scale):
+        assert set(documents) == {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+        ends = documents["cu_seqlens_q"].tolist()
+        assert documents["cu_seqlens_q"].dtype == torch.int32 and documents["cu_seqlens_k"].tolist() == ends
+        lengths = [b - a for a, b in pairwise(ends)]
+        assert documents["max_seqlen_q"] == documents["max_seqlen_k"] == max(lengths) and min(lengths) > 0
+        assert ends[-1] == len(q) == len(k)
+        sequences = zip(*(x[None].split(lengths, 1) for x in (q, k, v)))
+        found = [Kernel.formula(*x, sink, None, left, right, scale) for x in sequences]
+        return torch.cat([o[0] for o, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
+
+
+def kernel(
+    q, k, v, *, softmax_scale, window_size, deterministic, return_lse, learnable_sink=None, **documents
+):
+    assert deterministic == torch.are_deterministic_algorithms_enabled() and q.stride(-1) == 1
+    function = KernelOfDocuments if documents else Kernel
+    return function.apply(q, k, v, documents or None, *window_size, softmax_scale, learnable_sink)
 
 
 def by_flash4(q, k, v, pattern, at=None, scale=None, sink=None):
-    n, m = q.shape[2], k.shape[2]
-    f = CallFacts(pattern, n, m, q.shape[3], v.shape[3], at=at, scale=scale)
-    parts = flash4.parts_of(pattern, n, m, f.offset[0])
-    return flash4.attend(kernel, flash4.Options(parts, f.factor, return_lse=True), q, k, v, sink)
+    (batch, heads, n, d), (m, d_v) = q.shape, v.shape[2:]
+    sizes = {"batch": batch, "heads": heads, "kv_heads": k.shape[1]}
+    f = CallFacts(pattern, n, m, d, d_v, at=at, scale=scale, return_lse=True, **sizes)
+    return flash4.attend(kernel, flash4.options_of(f), q, k, v, sink)
 
 
 def case(seed):
@@ -298,3 +340,98 @@ def test_sinks_are_handed_to_its_kernels_and_differentiated_twice(installed, mon
 )  # fmt: skip
 def test_windows_count_from_the_last_key(pattern, n, m, start, parts):
     assert list(flash4.parts_of(pattern, n, m, start)) == parts
+
+
+# Packed documents: each is a sequence of its own.
+
+
+def ids_of(r, batch, m):
+    """Contiguous ids, of each batch row or of all; labels need not be in order."""
+    rows = []
+    for _ in range(batch if r.random() < 0.5 else 1):
+        labels = r.sample(range(m), m)
+        cuts = sorted(r.sample(range(1, m), r.randint(0, m - 1)))
+        ends = torch.bucketize(torch.arange(m), torch.tensor(cuts), right=True)
+        rows.append(torch.tensor(labels)[ends])
+    return torch.stack(rows) if len(rows) > 1 or r.random() < 0.5 else rows[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_documents_of_any_batch_row_are_handed_over_exactly(seed):
+    r, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    batch, m = r.choice([1, 2, 3]), r.randint(2, 19)
+    band = r.choice(
+        [rg.full(), rg.causal(), rg.window(r.randint(0, 5), r.randint(0, 5)), rg.causal() & rg.window(3)]
+    )
+    pattern = rg.documents(ids_of(r, batch, m)) & band
+    drawn = partial(torch.randn, dtype=torch.float64, generator=g, requires_grad=True)
+    q, k, v = drawn(batch, 4, m, 3), drawn(batch, 2, m, 3), drawn(batch, 2, m, 3)
+    sink = r.choice([None, torch.randn(4, generator=g, requires_grad=True)])
+    inputs = [q, k, v] if sink is None else [q, k, v, sink]
+    found = by_flash4(q, k, v, pattern, scale=0.7, sink=sink)
+    terms = {"scale": 0.7, "sink_logits": sink, "return_lse": True, "backend": "reference"}
+    exact = rg.attention(q, k, v, pattern, **terms)
+    torch.testing.assert_close(found, exact)
+    mine, theirs = (
+        torch.autograd.grad([*y], inputs, [*map(torch.cos, y)], create_graph=True) for y in (found, exact)
+    )
+    torch.testing.assert_close(mine, theirs)
+    again = [torch.autograd.grad([x.square().sum() for x in y], inputs) for y in (mine, theirs)]
+    torch.testing.assert_close(*again, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_log_sum_exp_documents_give_none():
+    pattern = rg.documents(torch.tensor([0, 0, 1])) & rg.causal()
+    x = torch.randn(2, 1, 3, 4)
+    f = CallFacts(pattern, 3, 3, 4, 4, batch=2)
+    o, lse = flash4.attend(kernel, flash4.options_of(f), x, x, x)
+    assert lse is None
+    torch.testing.assert_close(o, rg.attention(x, x, x, pattern))
+
+
+def test_of_documents_it_takes_one_band_of_as_many_queries_as_keys(installed):
+    ids = torch.arange(64) // 9
+    pattern = rg.documents(ids)
+    for band in (rg.full(), rg.causal(), rg.window(7), rg.causal() & rg.window(5)):
+        assert refusal(pattern & band, 64) is None
+    for other in (rg.causal() | rg.prefix(8), rg.causal() & rg.sinks(8)):
+        assert refusal(pattern & other, 64).endswith(
+            "beside documents, its kernels take one band of i − j (causal, a window, or both)"
+        )
+    assert refusal(pattern & rg.every(4), 64).endswith(
+        "beside documents, kernels take a band of i − j (causal, a window, or both)"
+    )
+    cached = "documents need as many queries as keys, both from position 0 on"
+    assert refusal(pattern & rg.causal(), 8, 64) == refusal(pattern & rg.causal(), 64, at=3) == cached
+    assert refusal(rg.documents(ids % 3), 64).endswith("ids that are not contiguous")
+    assert refusal(rg.where(lambda i, j: i >= j), 64).endswith("carries data, which no progression describes")
+
+
+def test_the_work_of_documents_is_counted_in_tiles(installed):
+    lengths = [1, 128, 129, 700]
+    pattern = packed(*lengths) & rg.causal()
+    f = facts(pattern, sum(lengths), batch=3)
+    tiles = [1, 1, 2, 6]
+    computed = sum(
+        sum(128 * (128 * (t + 1)) for t in range(x)) for x in tiles
+    )  # whole tiles up to the diagonal
+    assert flash4._work(f) == (3 * sum(tiles), 3 * computed)
+    assert TABLE["flash4"].prepare(f).computed() == computed
+    assert TABLE["flash4"].prepare(f).variant == "flash-attn-4 4.0.0b36, causal, documents"
+
+
+def test_its_backward_pass_adds_up_in_a_fixed_order_where_pytorch_is_told_to():
+    orders, x = [], torch.randn(1, 1, 4, 2)
+
+    def spy(*tensors, deterministic, **options):
+        orders.append(deterministic)
+        return kernel(*tensors, deterministic=deterministic, **options)
+
+    options = flash4.options_of(CallFacts(rg.causal(), 4, 4, 2, 2))
+    try:
+        for fixed in (False, True, False):
+            torch.use_deterministic_algorithms(fixed)
+            flash4.attend(spy, options, x, x, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert orders == [False, True, False]

@@ -1,28 +1,31 @@
 """The backend `flash4`: FlashAttention-4's kernels, where the package flash-attn-4 is installed (`regard[flash]`).
 
 It takes 16-bit heads on Hopper and Blackwell GPUs and patterns that are one band of i − j: every pair, causal, a
-window, and both; or a few of them, one after the other, as a causal pattern with a prefix. Sinks are joined in its
-kernels. Its backward pass adds up in a fixed order only by `deterministic=True`, so that is what runs here.
+window, and both; or a few of them, one after the other, as a causal pattern with a prefix; or one band within packed
+documents, each of which is a sequence of its own for its kernels. Sinks are joined in its kernels. Its backward pass
+adds up in a fixed order if torch.use_deterministic_algorithms(True) is set; that takes 4 to 8 % longer.
 Nothing here imports the package before a call runs.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache, partial
 from importlib import metadata
 from math import ceil, inf
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import compat
-from ..pattern import Pattern, window
+from ..pattern import Pattern, full, window
 from ..pattern.classification import intervals
 from ..progression import Ints
 from . import reference_backend
 from .call import Call, CallFacts, Outputs, Prepared, has_empty_row
+from .cuda.documents import Packed, read
 
 PACKAGE = "flash-attn-4"
 CAPABILITIES = (9, 10)  # Hopper, Blackwell: others have no backward pass, or none in a fixed order
@@ -30,16 +33,20 @@ MAX_HEAD_DIM = 256
 MAX_PARTS = 4  # calls of its kernels for one call
 TILE = 128  # queries and keys of a tile of its kernels
 PROGRAMS = 132  # tiles that an H200 computes at a time
-# Seconds, H200, bf16 (bench/gpu_peers.py): per pair of a tile by the width of a head, per tile of queries, and what
-# the CPU needs for a call, by estimate; forward, and with backward.
+# Seconds, H200, bf16 (bench/gpu_peers.py): per pair of a tile by the width of a head, per tile of queries; forward
+# and with backward. With backward, heads of 80, 96 and 192 were measured in deterministic mode, and scaled by 0.9.
 PAIR = {
-    64: (4.8e-13, 1.65e-12), 80: (5.8e-13, 2.6e-12), 96: (6.4e-13, 2.65e-12), 128: (7.4e-13, 3.05e-12),
-    192: (9.9e-13, 5.2e-12),
+    64: (4.8e-13, 1.6e-12), 80: (5.8e-13, 2.35e-12), 96: (6.4e-13, 2.4e-12), 128: (7.4e-13, 2.75e-12),
+    192: (9.9e-13, 4.7e-12),
 }  # fmt: skip
 QUERY_TILE, QUERY_TILE_GRAD = 16e-9, 66e-9
-CALL, CALL_GRAD = 60e-6, 200e-6
+CALL, CALL_GRAD = 200e-6, 900e-6  # what the CPU needs for a call (bench/auto_choice.py --documents)
 WINDOW = 1.25  # the estimates of `triton` for windows are 14 to 24 % above its times; so these are, too
 PARTS = 1.15  # two calls and what joins them, against one with as many pairs
+# Pairs and tiles of packed documents, against those of one sequence (bench/auto_choice.py --documents).
+DOCUMENTS, DOCUMENTS_TILE = 1.1, 3.0
+# Seconds per byte of q, k and v to bring batch rows one behind the other; with backward, twice as many.
+COPY = 0.9e-12
 
 
 class Flash4:
@@ -59,7 +66,10 @@ class Flash4:
             return f"its backward pass has a fixed order on GPUs of capability 9 and 10 only, here {major}"
         if reason := _unsupported(f):
             return reason
-        if not f.pattern.has_data and has_empty_row(*f.place):
+        if f.pattern.has_data:
+            packed = _packed(f)
+            return packed if isinstance(packed, str) else None
+        if has_empty_row(*f.place):
             return "some queries have no allowed key"
         if not _parts(f):
             return (
@@ -73,24 +83,27 @@ class Flash4:
         windows = any(part.left is not None for part in parts)
         if f.d_k not in PAIR or (windows and f.d_k != 128) or (f.n, f.offset[0]) != (f.m, 0):
             return inf
-        tiles = f.flat_heads * sum(ceil(part.rows / TILE) for part in parts)
         tile, call = (QUERY_TILE_GRAD, CALL_GRAD) if f.grad else (QUERY_TILE, CALL)
-        computed = sum(part.computed for part in parts)
-        busy = f.flat_heads * computed * PAIR[f.d_k][f.grad] + tiles * tile
+        tiles, computed = _work(f)
+        of_pairs, of_tiles = (DOCUMENTS, DOCUMENTS_TILE) if f.pattern.has_data else (1.0, 1.0)
+        busy = f.heads * (of_pairs * computed * PAIR[f.d_k][f.grad] + of_tiles * tiles * tile)
         busy *= (WINDOW if windows else 1.0) * (PARTS if len(parts) > 1 else 1.0)
-        return max(busy * max(1.0, PROGRAMS / tiles), len(parts) * call)
+        if f.pattern.has_data and f.batch > 1:
+            tensors = f.batch * f.n * (f.heads + 2 * f.kv_heads) * f.d_k * f.dtype.itemsize
+            busy += tensors * COPY * (1 + f.grad)
+        return max(busy * max(1.0, PROGRAMS / (f.heads * tiles)), len(parts) * call)
 
     def prepare(self, f: CallFacts) -> Prepared:
-        options = Options(_parts(f), f.factor, f.return_lse)
+        options = options_of(f)
         run = partial(attend, _kernel, options)
-        direct = replace(f, sink_logits=False).only_pattern
+        pattern = full() if options.documents else f.pattern
+        direct = replace(f, sink_logits=False, pattern=pattern).only_pattern
         build = lambda: lambda q, k, v, lengths=None, at=None, sink=None: run(q, k, v, sink)[0]  # noqa: E731
-        bands = " and ".join(map(str, options.parts))
-        variant = f"{PACKAGE} {version()}, {bands}" + (", deterministic backward" if f.grad else "")
+        bands = " and ".join(map(str, options.parts)) + (", documents" if options.documents else "")
         return Prepared(
             self.name,
-            variant,
-            lambda: sum(part.computed for part in options.parts),
+            f"{PACKAGE} {version()}, {bands}",
+            lambda: _work(replace(f, batch=f.data_rows))[1],
             lambda call: run(call.q, call.k, call.v, call.sink_logits),
             build if direct else None,
             joins_sink=True,
@@ -168,12 +181,6 @@ class Part(NamedTuple):
         return window(before, after)
 
 
-class Options(NamedTuple):
-    parts: tuple[Part, ...]
-    scale: float
-    return_lse: bool
-
-
 @lru_cache(maxsize=256)
 def parts_of(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
     """The calls of its kernels that make up a pattern, one after the other; empty: it is not a few bands.
@@ -203,16 +210,85 @@ def _moves(keys: Ints, first: int, then: int) -> int:
 
 
 def _parts(f: CallFacts) -> tuple[Part, ...]:
-    return parts_of(f.pattern, f.n, f.m, f.offset[0])
+    packed = _packed(f)
+    return parts_of(packed.right if isinstance(packed, Packed) else f.pattern, f.n, f.m, f.offset[0])
+
+
+def _work(f: CallFacts) -> tuple[int, int]:
+    """Tiles of queries, and pairs in tiles, of one head of all batch rows."""
+    parts, packed = _parts(f), _packed(f)
+    if isinstance(packed, Packed):
+        tiles, counts = np.unique(-(np.diff(_ends(packed, f.batch)) // -TILE), return_counts=True)
+        parts = tuple(parts[0]._replace(rows=TILE * int(x), end=TILE * int(x)) for x in tiles)
+    else:
+        counts = np.full(len(parts), f.batch)
+    each = [(ceil(part.rows / TILE), part.computed) for part in parts]
+    tiles, computed = np.array(each, dtype=np.int64).T @ counts
+    return int(tiles), int(computed)
+
+
+# Packed documents: all batch rows one behind the other, each document a sequence of its own.
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    pattern: Packed
+    batch: int
+    device: str
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Of its kernels. They are computed when a call runs: the choice of a backend needs no GPU."""
+        ends = _ends(self.pattern, self.batch)
+        on_device, longest = torch.from_numpy(ends).to(self.device), int(np.diff(ends).max())
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        return dict(zip(names, (on_device, on_device, longest, longest)))
+
+
+def _ends(packed: Packed, batch: int) -> NDArray[np.int32]:
+    """Where each document begins, and where the last one ends."""
+    begins = packed.first == np.arange(packed.first.shape[1])
+    begins = np.broadcast_to(begins, (batch, begins.shape[1]))
+    return np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
+
+
+def _packed(f: CallFacts) -> Packed | str:
+    """A pattern with data, after reading it; or why it is not one band within documents."""
+    if not f.pattern.has_data:
+        return "there are no documents"
+    if (f.n, *f.offset) != (f.m, 0, 1):
+        return "documents need as many queries as keys, both from position 0 on"
+    packed = read(f)
+    if isinstance(packed, str):
+        return packed
+    parts = parts_of(packed.right, f.n, f.m, 0)
+    if len(parts) != 1 or (parts[0].first, parts[0].end) != (0, f.m):
+        return (
+            f"{f.pattern!r}: beside documents, its kernels take one band of i − j (causal, a window, or both)"
+        )
+    return packed
 
 
 # Running.
 
 
-def _kernel(*tensors: Tensor, **options: Any) -> Any:
-    from flash_attn.cute import flash_attn_func
+class Options(NamedTuple):
+    parts: tuple[Part, ...]
+    scale: float
+    return_lse: bool
+    documents: Documents | None
 
-    return flash_attn_func(*tensors, **options)
+
+def options_of(f: CallFacts) -> Options:
+    packed = _packed(f)
+    documents = Documents(packed, f.batch, f.device) if isinstance(packed, Packed) else None
+    return Options(_parts(f), f.factor, f.return_lse, documents)
+
+
+def _kernel(*tensors: Tensor, **options: Any) -> Any:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    return (flash_attn_varlen_func if "cu_seqlens_q" in options else flash_attn_func)(*tensors, **options)
 
 
 def attend(
@@ -237,37 +313,57 @@ def _part(
     sink: Tensor | None,
     part: Part,
     options: Options,
-) -> tuple[Tensor, Tensor]:
-    q, k, v = tensors
+) -> tuple[Tensor, Tensor | None]:
+    (q, k, v), documents, batch = tensors, options.documents, None
     if part.end - part.first < k.shape[1]:
         k, v = k[:, part.first : part.end], v[:, part.first : part.end]
     arguments: dict[str, Any] = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
+    if documents is not None:
+        batch = q.shape[0]
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        arguments |= documents.arguments
     if sink is not None:
         arguments["learnable_sink"] = sink
-    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **arguments)
+    fixed_order = torch.are_deterministic_algorithms_enabled()
+    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=fixed_order, **arguments)
     if o.grad_fn is not None:
         # The node keeps q, k and v until its backward pass; a hook that held them would, as long as there is a graph.
         saved = None if compat.current_node is not None else (q, k, v)
-        terms = {"pattern": part.pattern, "scale": options.scale, "sink_logits": sink}
-        o.grad_fn.register_hook(partial(_double_backward, saved, terms))
+        pattern = part.pattern if documents is None else documents.pattern
+        terms = {"pattern": pattern, "scale": options.scale, "sink_logits": sink}
+        o.grad_fn.register_hook(partial(_double_backward, saved, terms, batch))
+    if batch is not None:
+        o = o.unflatten(0, (batch, -1))
+        lse = lse.unflatten(1, (batch, -1)).transpose(0, 1) if options.return_lse else None
     return o, lse
 
 
 def _double_backward(
     saved: tuple[Tensor, ...] | None,
     terms: dict[str, Any],
+    batch: int | None,
     grads: tuple[Tensor | None, ...],
     output_grads: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, ...] | None:
     """A hook after its backward pass: the gradients as they are, or under create_graph=True by the formula. After
-    those of q, k and v, only that of the sink is not None."""
+    those of q, k and v, only that of the sink is not None. batch: of rows that are one behind the other."""
     if not torch.is_grad_enabled() or output_grads[0] is output_grads[1] is None:
         return None
     tensors = saved if compat.current_node is None else compat.current_node().saved_tensors[:3]
     assert tensors is not None
-    q, k, v = (x.transpose(1, 2) for x in tensors)
-    grad = None if output_grads[0] is None else output_grads[0].transpose(1, 2)
+
+    def heads_first(x: Tensor) -> Tensor:
+        return (x if batch is None else x.unflatten(0, (batch, -1))).transpose(1, 2)
+
+    def heads_behind(x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if batch is None else x.transpose(1, 2).flatten(0, 1)
+
+    q, k, v = map(heads_first, tensors)
+    grad, of_lse = output_grads
+    grad = None if grad is None else heads_first(grad)
+    if batch is not None and of_lse is not None:
+        of_lse = of_lse.unflatten(1, (batch, -1)).transpose(0, 1)
     call = Call(q, k, v, **terms, at=k.shape[2] - q.shape[2])
-    *results, of_sink = (*reference_backend.gradients((grad, output_grads[1]), call), None)[:4]
+    *results, of_sink = (*reference_backend.gradients((grad, of_lse), call), None)[:4]
     others = (None if x is None else of_sink for x in grads[3:])
-    return *(None if x is None else x.transpose(1, 2) for x in results), *others
+    return *(None if x is None else heads_behind(x) for x in results), *others

@@ -1,4 +1,5 @@
 """How long dense attention takes on a GPU by `sdpa` and by `triton`: what the choice between the two rests on.
+Packed documents, each of which is dense, are estimated by the same numbers.
 
     seconds = pairs · pair + keys · key + rows · row
 
@@ -57,6 +58,8 @@ TRITON_FLOAT32: Times = {
 # The general kernels, against those for Hopper: heads of two widths (192 and 128) take twice as long. Other GPUs run
 # the general kernels alone. They have not been measured there, and with this factor they are not chosen.
 TWO_WIDTHS, OTHER_GPU = 2.0, 8.0
+# A pair of packed documents, against one of a dense call: forward, both passes (bench/auto_choice.py --documents).
+DOCUMENTS = 1.25, 1.15
 # So many programs run at a time; a tile that is longer than a program's share, and by so many blocks, is divided.
 PROGRAMS, MIN_EXCESS = 528, 4
 # The CPU prepares a call of the Triton kernels when a length is new, which PyTorch's attention does not need: so many
@@ -96,11 +99,21 @@ def triton_dense(f: CallFacts) -> float:
     return factor * _seconds(f, TRITON_FLOAT32 if single else TRITON, longest) + prepare / REUSED
 
 
+def triton_documents(f: CallFacts, pairs: float) -> float:
+    """The Triton kernels on packed documents. pairs: in tiles, of all heads and batch rows."""
+    time = _of_width(f, TRITON)
+    return DOCUMENTS[f.grad] * pairs * time.pair + f.flat_heads * f.n * time.row
+
+
 def _seconds(f: CallFacts, times: Times, longest: int | float) -> float:
     """longest: the keys of the longest tile."""
-    widest = max(f.d_k, f.d_v)
-    time = next((times[width] for width in times if widest <= width), times[256])[f.grad]
+    time = _of_width(f, times)
     return _pairs(f) * time.pair + longest * time.key + f.flat_heads * f.n * time.row
+
+
+def _of_width(f: CallFacts, times: Times) -> DenseTime:
+    widest = max(f.d_k, f.d_v)
+    return next((times[width] for width in times if widest <= width), times[256])[f.grad]
 
 
 def _pairs(f: CallFacts) -> float:

@@ -291,7 +291,7 @@ def test_explain_names_the_kernels_and_counts_the_pairs_of_their_tiles():
     found = explain(documents(ids) & causal(), 4096, grad=True, **how)
     assert (found.backend, found.variant) == ("triton", "Hopper")
     assert found.computed == 8 * of_512 and found.needed == 8 * 512 * 513 // 2
-    assert "faster than flex" in found.reason and not found.passes
+    assert "faster than sdpa" in found.reason and not found.passes
     found = explain(documents(torch.stack([ids, ids // 2])) & causal(), 4096, batch=2, **how)
     assert found.backend == "triton" and found.rows == 2
     assert found.computed == 8 * of_512 + 4 * of_1024

@@ -287,7 +287,7 @@ BANDS = {
 @needs_flash4
 @warns
 @pytest.mark.parametrize("name", BANDS)
-def test_flash4_is_exact_and_gives_the_same_bits_twice(name):
+def test_flash4_is_exact_and_gives_the_same_bits_twice_if_asked(name):
     for d, heads, dtype in ((128, (4, 2), torch.bfloat16), (64, (2, 2), torch.float16)):
         q, k, v = qkv(2, *heads, 700, 1000, d, dtype)
         for at in (None, 0, 250):
@@ -296,8 +296,49 @@ def test_flash4_is_exact_and_gives_the_same_bits_twice(name):
             sink = torch.randn(heads[0], device="cuda")
             check(q, k, v, options | {"sink_logits": sink}, "flash4", f"{name}, {d}, at={at}, sink")
         attend = lambda *x, p=BANDS[name]: rg.attention(*x, p, at=250, backend="flash4")  # noqa: E731
+        assert_same_bits(attend, q, k, v)
+
+
+def assert_same_bits(attend, q, k, v):
+    """Twice, with deterministic algorithms."""
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
         first, second = (with_gradients(attend, (q, k, v), torch.ones_like(q)) for _ in range(2))
-        assert all(map(torch.equal, first, second))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, first, second))
+
+
+@needs_flash4
+@warns
+@pytest.mark.parametrize("name", ["full", "causal", "both"])
+def test_flash4_takes_each_document_as_a_sequence(name):
+    lengths = {1: [1, 127, 128, 129, 315], 2: [300, 5, 5, 390]}
+    rows = [torch.repeat_interleave(torch.arange(len(x)), torch.tensor(x)) for x in lengths.values()]
+    for ids in (rows[0], torch.stack(rows)):
+        for d, heads, dtype in ((128, (4, 2), torch.bfloat16), (64, (2, 2), torch.float16)):
+            q, k, v = qkv(2, *heads, 700, 700, d, dtype)
+            pattern = rg.documents(ids.cuda()) & BANDS[name]
+            check(q, k, v, {"pattern": pattern}, "flash4", f"documents, {name}, {d}")
+            behind = [
+                x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)
+            ]  # heads behind positions
+            check(*behind, {"pattern": pattern}, "flash4", f"documents, {name}, {d}, heads behind positions")
+            sink = torch.randn(heads[0], device="cuda")
+            check(
+                q, k, v, {"pattern": pattern, "sink_logits": sink}, "flash4", f"documents, {name}, {d}, sink"
+            )
+            assert_same_bits(lambda *x, p=pattern: rg.attention(*x, p, backend="flash4"), q, k, v)
+            _, lse = rg.attention(q, k, v, pattern, return_lse=True, backend="flash4")
+            exact = rg.attention(
+                q.double(), k.double(), v.double(), pattern, return_lse=True, backend="reference"
+            )
+            torch.testing.assert_close(lse.double(), exact[1], atol=2e-3, rtol=1e-3)
+            x = q.detach().requires_grad_()
+            o = rg.attention(x, k, v, pattern, backend="flash4")
+            (dq,) = torch.autograd.grad(o.float().square().sum(), x, create_graph=True)
+            (again,) = torch.autograd.grad(dq.float().square().sum(), x)
+            assert again.isfinite().all() and again.abs().sum() > 0
 
 
 @needs_flash4

@@ -15,10 +15,10 @@ from ...pattern.one_query import keys_visited, run_formulas
 from ...position import ByDistance
 from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared, needs_grad
 from ..compiled_ops import sample_seed, sparse_attention
-from ..gpu_estimates import triton_dense
+from ..gpu_estimates import triton_dense, triton_documents
 from ..plan import plan, why_masked
 from .call import CallLayout, Task, contiguous, one_launch, task
-from .documents import Packed, read
+from .documents import Packed, for_hopper
 
 MAX_HEAD_DIM = 256  # what the kernels hold
 MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
@@ -29,9 +29,6 @@ PAIR, PAIR_GRAD, QUERY = 2.0 * 5e-13, 8.0 * 5e-13, 64 * 5e-13
 # In float32, per pair and width of a head: up to 128, and of wider ones (bench/gpu_float32.py).
 SINGLE, SINGLE_GRAD, SINGLE_WIDE, SINGLE_WIDE_GRAD = 1.2e-13, 6.5e-13, 2.3e-13, 15e-13
 CALL, CALL_ONE_LAUNCH, CALL_GRAD, CALL_TERMS_GRAD = 20e-6, 0.0, 40e-6, 130e-6
-# Documents: FlexAttention estimates half a picosecond for a pair from so many pairs of a head on, allowed or not; it
-# takes 1.4 to 2.3 times as long as these kernels where the keys of a query are one interval (bench/gpu_peers.py).
-MIN_PAIRS, MAX_PAIR = 1 << 22, 0.6 * 5e-13
 
 
 class Triton:
@@ -44,7 +41,7 @@ class Triton:
         if f.device_type != "cuda":
             return f"it runs on CUDA, not on {f.device_type}"
         if f.pattern.has_data and (f.observed or not isinstance(f.pattern, neighborhood)):
-            result = read(f)
+            result = for_hopper(f)
             return result if isinstance(result, str) else None
         if f.dtype == torch.float64:
             return "the Triton kernels take float32, float16 or bfloat16, not float64"
@@ -104,14 +101,13 @@ def _pattern(f: CallFacts) -> Pattern:
     """The pattern; of documents, with the ids as they were read."""
     if not f.pattern.has_data or isinstance(f.pattern, neighborhood):
         return f.pattern
-    result = read(f)
+    result = for_hopper(f)
     return f.pattern if isinstance(result, str) else result
 
 
 def _of_documents(f: CallFacts, packed: Packed) -> float:
     computed = f.flat_heads * packed.pairs(f.n, f.offset[0]) / packed.rows
-    time = computed * PAIR_GRAD + CALL_GRAD if f.grad else computed * PAIR + f.flat_heads * f.n * QUERY + CALL
-    return min(time, f.pairs * MAX_PAIR) if f.n * f.m >= MIN_PAIRS else time
+    return triton_documents(f, computed) + (CALL_GRAD if f.grad else CALL)
 
 
 def _computed(f: CallFacts) -> int:

@@ -176,8 +176,14 @@ def _begins(rows: NDArray[np.integer]) -> NDArray[np.bool_]:
 _by_tensor, _by_contents = Cache(MAX_CACHED_IDS), Cache(MAX_CACHED_IDS)
 
 
+def for_hopper(f: CallFacts) -> Packed | str:
+    """The pattern of a call, after reading its ids, or why the Hopper kernels cannot run it."""
+    has_documents = any(isinstance(x, documents) for x in conjuncts(f.pattern))
+    return (_unsupported(f) if has_documents else None) or read(f)
+
+
 def read(f: CallFacts) -> Packed | str:
-    """The pattern of a call, after reading its ids, or why the kernels cannot run it."""
+    """The pattern of a call, after reading its ids, or why it is not `documents(ids) & band` of contiguous ids."""
     factors = conjuncts(f.pattern)
     words = [x for x in factors if isinstance(x, documents)]
     others = [x for x in factors if not isinstance(x, documents)]
@@ -185,8 +191,8 @@ def read(f: CallFacts) -> Packed | str:
         return f"{f.pattern!r} carries data, which no progression describes"
     band: Pattern = reduce(and_, others) if others else full()
     ids = words[0].ids
-    if reason := _unsupported(f, ids):
-        return reason
+    if f.observed or ids.is_meta or not eager(ids):  # sizes may be symbols, which are not to be compared
+        return "the ids of documents cannot be read under a compiler or a transform, or on meta"
     if _bounds(band, f.n, f.m, f.offset[0]) is None:
         return f"{f.pattern!r}: beside documents, kernels take a band of i − j (causal, a window, or both)"
     version = compat.version(ids)
@@ -215,10 +221,10 @@ def _packed(ids: Tensor, band: Pattern, data: NDArray[np.integer]) -> Packed | s
     return Packed(documents(ids.clone()), band, ends[0], ends[1])
 
 
-def _unsupported(f: CallFacts, ids: Tensor) -> str | None:
+def _unsupported(f: CallFacts) -> str | None:
     """What the Hopper kernels do not compute with documents, and shapes that they do not take."""
-    if f.observed or ids.is_meta or not eager(ids):  # sizes may be symbols, which are not to be compared
-        return "the ids of documents cannot be read under a compiler or a transform, or on meta"
+    if f.observed:  # sizes may be symbols, which are not to be compared: `read` gives the reason
+        return None
     from .call import MAX_SOFTCAP
 
     dtype, step = str(f.dtype).removeprefix("torch."), f.offset[1]
