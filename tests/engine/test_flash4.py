@@ -143,7 +143,7 @@ def test_auto_takes_it_for_few_long_documents(installed, hopper):
         assert on_gpu(*long, d_k=d, d_v=d, grad=True) == "flash4"
     assert on_gpu(1024, 1024) == "triton"  # the CPU takes longer than the GPU
     # Batch rows have to be brought one behind the other.
-    assert on_gpu(4096, 4096) == "flash4" and on_gpu(4096, 4096, batch=4) == "triton"
+    assert on_gpu(4096, 4096, grad=True) == "flash4" and on_gpu(4096, 4096, grad=True, batch=4) == "triton"
 
 
 def test_the_estimate_of_two_calls_counts_both_and_what_joins_them(installed):

@@ -43,10 +43,10 @@ QUERY_TILE, QUERY_TILE_GRAD = 16e-9, 66e-9
 CALL, CALL_GRAD = 200e-6, 900e-6  # what the CPU needs for a call (bench/auto_choice.py --documents)
 WINDOW = 1.25  # the estimates of `triton` for windows are 14 to 24 % above its times; so these are, too
 PARTS = 1.15  # two calls and what joins them, against one with as many pairs
-# Pairs and tiles of packed documents, against those of one sequence (bench/auto_choice.py --documents).
-DOCUMENTS, DOCUMENTS_TILE = 1.1, 3.0
-# Seconds per byte of q, k and v to bring batch rows one behind the other; with backward, twice as many.
-COPY = 0.9e-12
+# Pairs and tiles of packed documents, against those of one sequence (bench/gpu_peers.py, the last rows).
+DOCUMENTS, DOCUMENTS_TILE = 1.05, 2.0
+# Seconds per byte of q, k and v to bring batch rows one behind the other (bench/auto_choice.py --documents).
+COPY, COPY_GRAD = 1.4e-12, 3.7e-12
 
 
 class Flash4:
@@ -90,7 +90,7 @@ class Flash4:
         busy *= (WINDOW if windows else 1.0) * (PARTS if len(parts) > 1 else 1.0)
         if f.pattern.has_data and f.batch > 1:
             tensors = f.batch * f.n * (f.heads + 2 * f.kv_heads) * f.d_k * f.dtype.itemsize
-            busy += tensors * COPY * (1 + f.grad)
+            busy += tensors * (COPY_GRAD if f.grad else COPY)
         return max(busy * max(1.0, PROGRAMS / (f.heads * tiles)), len(parts) * call)
 
     def prepare(self, f: CallFacts) -> Prepared:

@@ -58,8 +58,6 @@ TRITON_FLOAT32: Times = {
 # The general kernels, against those for Hopper: heads of two widths (192 and 128) take twice as long. Other GPUs run
 # the general kernels alone. They have not been measured there, and with this factor they are not chosen.
 TWO_WIDTHS, OTHER_GPU = 2.0, 8.0
-# A pair of packed documents, against one of a dense call: forward, both passes (bench/auto_choice.py --documents).
-DOCUMENTS = 1.25, 1.15
 # So many programs run at a time; a tile that is longer than a program's share, and by so many blocks, is divided.
 PROGRAMS, MIN_EXCESS = 528, 4
 # The CPU prepares a call of the Triton kernels when a length is new, which PyTorch's attention does not need: so many
@@ -102,7 +100,7 @@ def triton_dense(f: CallFacts) -> float:
 def triton_documents(f: CallFacts, pairs: float) -> float:
     """The Triton kernels on packed documents. pairs: in tiles, of all heads and batch rows."""
     time = _of_width(f, TRITON)
-    return DOCUMENTS[f.grad] * pairs * time.pair + f.flat_heads * f.n * time.row
+    return pairs * time.pair + f.flat_heads * f.n * time.row
 
 
 def _seconds(f: CallFacts, times: Times, longest: int | float) -> float:
