@@ -1,9 +1,10 @@
-"""Tiles assigned to programs longest first, or in rounds of neighboring tiles: GPU time of both, by turns.
+"""Tiles assigned to programs: neighbors at the same time, as `work_split` has it, against the longest first.
 
-    PYTHONPATH=src python3 bench/gpu_rounds.py --out rounds.json
+    PYTHONPATH=src python3 bench/gpu_rounds.py --seed 271 --cases 24 --out rounds.json
 
-A program computes its tiles in order, so in rounds all programs are at about the same rows at any time and read them
-from the cache.
+Calls are drawn by a seed: packed documents, patterns of gpu_fresh.py, and padded batches. Per call, milliseconds of
+GPU time (CUDA graphs, the cache cleared before) forward and with both passes, twice by turns, and whether all results
+and gradients have the same bits. Calls whose programs are the same either way are not measured.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import json
 import random
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,102 +24,121 @@ from regard.engine import backends
 from regard.engine.cuda import documents, prepared, work_split
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_peers import PACKED, graph_of, timed
+import gpu_fresh
+from gpu_peers import graph_of, timed
 
-LONGEST_FIRST = work_split._in_turn
-PROCESSES = 12
-ROUNDS = 0, 1, 3, 4  # so many rounds at a time are sorted; 0: all tiles, longest first
-
-
-def in_rounds(rounds):
-    """Tiles that differ in length and are not in order already: the longest first among neighbors."""
-
-    def assigned(order, size, programs, *rule):
-        in_order = (order[1:] > order[:-1]).all() or (size == size[0]).all()
-        if rounds and not in_order:
-            order = np.lexsort((-size, -(np.arange(len(size))[::-1] // (rounds * programs))))
-        return LONGEST_FIRST(order, size, programs, *rule)
-
-    return assigned
+AS_IT_IS, PROCESSES = work_split._balanced, 12
+changes = [0]  # how often the two differ
 
 
-def drawn(seed, n):
-    r, lengths = random.Random(seed), []
-    mean = r.choice([100, 300, 1000])
-    while sum(lengths) < n:
-        lengths.append(min(1 + int(r.expovariate(1 / mean)), n - sum(lengths)))
-    return rg.documents(torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda())
+def longest_first(size, programs, *rule):
+    return work_split._in_turn(np.argsort(-size, kind="stable"), size, programs, *rule)
 
 
-def cases():
-    c, w = rg.causal, rg.window
-    for d in (128, 64):
-        for name, p in zip(("41 documents", "10 documents", "32 documents"), PACKED):
-            ids = next(x.ids for x in p.leaves() if isinstance(x, rg.documents))
-            yield name, rg.documents(ids.cuda()) & c(), 16384, d, 16, 1
-        for seed in (1, 2, 3, 4):
-            n, band = (4096, 8192, 16384, 32768)[seed - 1], c() if seed % 2 else rg.full()
-            yield f"drawn {seed}", drawn(seed, n) & band, n, d, (16, 12)[seed % 2], 1 + seed % 2
-        yield "blocks(512)", c() & rg.blocks(512), 16384, d, 16, 1
-        yield "blocks(100)", c() & rg.blocks(100), 8192, d, 12, 2
-        yield "window | sinks", c() & (w(1024) | rg.sinks(16)), 32768, d, 16, 1
-        yield "w128", c() & (w(128) | rg.every(64)), 8192, d, 12, 2
-        yield "w128", c() & (w(128) | rg.every(64)), 8192, d, 16, 1
-        yield "both ways", w(128) | rg.every(64), 16384, d, 16, 1
-        yield "Longformer", w(64) | rg.rows(64) | rg.every(64), 8192, d, 16, 1
-        yield "causal", c(), 8192, d, 16, 1
-        yield "grid", rg.neighborhood((64, 64), 13), 4096, d, 16, 1
+def counted(size, programs, *rule):
+    program_of = AS_IT_IS(size, programs, *rule)
+    changes[0] += bool((program_of != longest_first(size, programs, *rule)).any())
+    return program_of
 
 
-def one(case, rounds):
-    _, pattern, n, d, heads, batch = case
-    work_split._in_turn = in_rounds(rounds)
+def drawn(seed, count):
+    """Name, pattern, n, width, heads, key heads, batch, other options."""
+    r, cases = random.Random(seed), []
+    others = iter(gpu_fresh.drawn(seed, count))
+    while len(cases) < count:
+        n, d, heads = (
+            r.choice([4096, 8192, 16384, 32768]),
+            r.choice([64, 96, 128, 128, 256]),
+            r.choice([8, 12, 16]),
+        )
+        kv_heads, batch = r.choice([heads, heads, heads // 4]), r.choice([1, 1, 2])
+        kind = r.choice(["documents", "documents", "pattern", "padded"])
+        if kind == "documents":
+            mean, lengths = r.choice([64, 200, 512, 1000, 3000]), []
+            while sum(lengths) < n:
+                lengths.append(min(1 + int(r.expovariate(1 / mean)), n - sum(lengths)))
+            ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+            band, text = r.choice(
+                [(rg.causal(), "causal"), (rg.full(), "full"), (rg.window(200), "window(200)")]
+            )
+            name = f"{len(lengths)} documents of {min(lengths)} to {max(lengths)}, {text}"
+            cases.append((name, rg.documents(ids.cuda()) & band, n, d, heads, kv_heads, batch, {}))
+        elif kind == "pattern":
+            pattern, n, d, heads, kv_heads, batch = next(others)
+            cases.append((repr(pattern), pattern, n, d, heads, kv_heads, batch, {}))
+        else:
+            n, batch = r.choice([1000, 2048, 4096]), r.choice([4, 8])
+            lengths = torch.tensor([r.randint(n // 4, n) for _ in range(batch)], device="cuda")
+            pattern = r.choice([rg.causal(), rg.causal() & rg.window(256)])
+            cases.append(
+                (f"{pattern!r}, lengths", pattern, n, d, heads, kv_heads, batch, {"lengths": lengths})
+            )
+    return cases
+
+
+def measured(case, assigned):
+    """Results, milliseconds, and how often the assignment changed."""
+    _, pattern, n, d, heads, kv_heads, batch, options = case
+    work_split._balanced, changes[0] = assigned, 0
     caches = prepared.PREPARED, backends.PREPARED, backends.PREPARED_BY_DATA
     for cache in (*caches, documents._by_tensor, documents._by_contents):
         cache.clear()
     g = torch.Generator("cuda").manual_seed(0)
-    shape = batch, heads, n, d
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=g) for _ in range(4))
+    q, k, v, do = (
+        torch.randn(batch, h, n, d, device="cuda", dtype=torch.bfloat16, generator=g)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
 
     def both():
-        o = rg.attention(q, k, v, pattern, backend="triton")
+        o = rg.attention(q, k, v, pattern, backend="triton", **options)
         return o, *torch.autograd.grad(o, (q, k, v), do)
 
     @torch.no_grad()
     def forward():
-        return rg.attention(q, k, v, pattern, backend="triton")
+        return rg.attention(q, k, v, pattern, backend="triton", **options)
 
+    results, changed = [x.detach().clone() for x in both()], changes[0]
+    if assigned is counted and not changed:
+        return results, None, 0
     clear = torch.empty(1 << 26, dtype=torch.int, device="cuda")
-    results = [x.detach().clone() for x in both()]
-    return results, [median(timed(graph_of(fn), clear, 12)) for fn in (forward, both)]
+    return results, [round(median(timed(graph_of(fn), clear, 12)), 4) for fn in (forward, both)], changed
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=271)
+    parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--out", default="rounds.json")
     parser.add_argument("--compile", type=int, help="only run every twelfth case once, from this one on")
     parser.add_argument("--limit", type=float, default=200, help="seconds after which no case is begun")
     options, rows, begun = parser.parse_args(), {}, perf_counter()
+    cases = drawn(options.seed, options.cases)
     if options.compile is not None:
-        for case in islice(cases(), options.compile, None, PROCESSES):
-            one(case, 0)
+        for case in cases[options.compile :: PROCESSES]:
+            measured(case, counted)
         return
     command = [sys.executable, *sys.argv, "--compile"]
     for process in [subprocess.Popen([*command, str(first)]) for first in range(PROCESSES)]:
         process.wait()
     print(f"compiled in {perf_counter() - begun:.0f} s", flush=True)
-    for case in cases():
+    for at, case in enumerate(cases):
         if perf_counter() - begun > options.limit:
-            print("stopped")
+            print(f"stopped after {at} of {len(cases)} cases")
             break
-        key, first = f"{case[0]} n {case[2]} d {case[3]} h {case[4]} b {case[5]}", None
-        for rounds in (*ROUNDS, *ROUNDS):
-            results, times = one(case, rounds)
-            first = first or results
-            same = all(map(torch.equal, first, results))
-            rows.setdefault(key, {}).setdefault(str(rounds), []).append([*(round(x, 4) for x in times), same])
-        print(key, json.dumps(rows[key]), flush=True)
+        name, _, n, d, heads, kv_heads, batch, _ = case
+        key = f"{at} {name}, n {n} d {d} h {heads}/{kv_heads} b {batch}"
+        first, near, changed = measured(case, counted)
+        if not changed:
+            print(key, "the same programs", flush=True)
+            rows[key] = None
+            continue
+        others = [measured(case, x) for x in (longest_first, counted, longest_first)]
+        same = all(all(map(torch.equal, first, results)) for results, *_ in others)
+        now, before = [near, others[1][1]], [others[0][1], others[2][1]]
+        ratios = [round(min(x[i] for x in now) / min(x[i] for x in before), 3) for i in (0, 1)]
+        rows[key] = {"near": now, "longest first": before, "ratios": ratios, "same bits": same}
+        print(key, rows[key], flush=True)
         Path(options.out).write_text(json.dumps(rows, indent=1))
 
 
