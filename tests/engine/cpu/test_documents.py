@@ -62,6 +62,22 @@ def test_documents_of_any_lengths_give_the_formula_and_its_gradients(lengths, re
     assert_same(mine, outputs_and_gradients("reference", inputs, pattern, **more))
 
 
+TWO_CHAINS = tree(torch.tensor([*range(-1, 89), -1, *range(90, 179)]))
+TWO_DOCUMENTS = documents(ids_of(90, 90))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [TWO_DOCUMENTS & causal(), TWO_DOCUMENTS & window(20), TWO_CHAINS],
+    ids=["causal", "window", "tree"],
+)
+def test_queries_from_inside_a_document_into_the_next(pattern):
+    """Of each document there are 45 queries and 90 keys: the last queries of the first, the first of the second."""
+    inputs = qkv(90, 180)
+    mine = outputs_and_gradients("tiles", inputs, pattern, at=45)
+    assert_same(mine, outputs_and_gradients("reference", inputs, pattern, at=45))
+
+
 @pytest.mark.parametrize("rest", [causal(), causal() & window(20)], ids=repr)
 def test_a_long_document_has_the_layout_that_it_would_have_alone(rest, monkeypatch):
     monkeypatch.setattr(packed, "MAX_TILE", 64)

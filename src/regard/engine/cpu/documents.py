@@ -97,14 +97,14 @@ def _document_tiles(row_spans: list[tuple[int, int]], n: int, start: int) -> Ite
             yield TileGroup(1, row, rows, 1, rows, first, keys, 1, keys, None, start, 1)
 
 
-def _shape(tile: TileGroup) -> tuple[int, int]:
-    return tile.rows, tile.keys
+def _shape(tile: TileGroup) -> tuple[int, int, int]:
+    return tile.rows, tile.keys, tile.row - tile.key  # where its queries are in the document
 
 
 def _groups(tiles: Iterator[TileGroup], word: documents, inner: Pattern) -> Iterator[TileGroup]:
     """Neighbors of one length as a group; short documents of different lengths in one tile."""
     waiting: list[TileGroup] = []  # short ones, which will share a tile
-    for (_, keys), run in groupby(tiles, key=_shape):
+    for (_, keys, _), run in groupby(tiles, key=_shape):
         equal = list(run)
         if sum(tile.keys for tile in waiting) + len(equal) * keys > MAX_SHARED:
             yield from _shared_tile(waiting, word, inner)
