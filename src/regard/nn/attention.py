@@ -35,7 +35,7 @@ class Projected(NamedTuple):
 class Complete(NamedTuple):
     """All pairs that may attend, the declared pattern included: a stack gives it for packed documents."""
 
-    table: Bool[Tensor, "b #h n n"]
+    pairs: Pattern | Bool[Tensor, "b #h n n"]
 
 
 class MultiHeadAttention(nn.Module):
@@ -325,7 +325,7 @@ class MultiHeadAttention(nn.Module):
         if given is None:
             return own
         if isinstance(given, Complete):
-            return given.table
+            return given.pairs
         if isinstance(given, list | tuple):
             given = per_head(given)
         if isinstance(given, Pattern):
