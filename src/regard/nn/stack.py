@@ -1,5 +1,6 @@
 """Encoders and decoders: an embedding, blocks, a norm, a head."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import compat, spec
 from .. import pattern as patterns
+from ..engine.backends import backend, named
 from ..engine.call import Bias
 from ..errors import ShapeError, not_an_argument_of
 from ..pattern import Pattern, per_head
@@ -118,6 +120,8 @@ class Stack(nn.Module):
                 "weights": weights and weights[i],
             }
             if self.spec.checkpoint and torch.is_grad_enabled():
+                if (name := named()) != "auto":  # the block is computed again, perhaps in another thread
+                    options["context_fn"] = lambda name=name: (nullcontext(), backend(name))
                 states = checkpoint(block, states, context, use_reentrant=False, **options)
             elif fuses:
                 states = block(states, context, continues=True, **options)
