@@ -9,6 +9,7 @@ from .costs import TrainingStep as TrainingStep
 from .costs import cost as cost
 from .costs import plan as plan
 from .engine.attention import attention as attention
+from .engine.backends import backend as backend
 from .engine.explain import explain as explain
 from .engine.merge import merge as merge
 from .errors import BackendError as BackendError

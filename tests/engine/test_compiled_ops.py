@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from long_cases import in_long, rows_in_long
 from regard.engine.attention import attention
 from regard.errors import BackendError
-from regard.pattern import causal, documents, every, full, lengths, per_head, strided, where, window
+from regard.pattern import causal, documents, every, full, lengths, per_head, sinks, strided, where, window
 from regard.position import ByDistance, alibi_slopes
 
 pytestmark = pytest.mark.compiled
@@ -124,12 +124,17 @@ def test_a_bias_by_distance_is_one_opaque_operation_without_a_table_of_pairs():
         torch.library.opcheck(torch.ops.regard.sparse_attention.default, call)
 
 
-def test_packed_documents_are_read_when_the_graph_runs():
+@pytest.mark.parametrize(
+    "pattern",
+    [lambda ids: causal() & documents(ids), lambda ids: documents(ids, causal() & (window(1) | sinks(2)))],
+    ids=["beside", "within"],
+)
+def test_packed_documents_are_read_when_the_graph_runs(pattern):
     """Other ids need no new graph; ids that do not follow one another are refused by name."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def f(q, k, v, ids):
-        return attention(q, k, v, causal() & documents(ids), backend="tiles")
+        return attention(q, k, v, pattern(ids), backend="tiles")
 
     compiled = torch.compile(f, fullgraph=True, backend=counter)
     for first in (4, 9, 1):

@@ -73,7 +73,13 @@ WORDS = [
     documents(IDS),
     documents(EACH),
 ]
-pairs = st.tuples(st.sampled_from(WORDS), st.sampled_from(WORDS), st.sampled_from("&|-"))
+COUNTED = [
+    documents(IDS, causal() & every(2)),
+    documents(EACH, sinks(5) | window(2)),
+    documents(EACH, prefix(4)),
+]
+some_words = st.sampled_from([*WORDS, *COUNTED])
+pairs = st.tuples(some_words, some_words, st.sampled_from("&|-"))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import regard as rg
 from ledger_cases import case, cases
@@ -325,6 +326,29 @@ def test_patterns_count_positions_within_each_document(declared, given):
         assert torch.allclose(
             model(torch.cat(texts, 1), documents=documents, pattern=table), alone, atol=1e-12
         )
+
+
+class Largest(TorchFunctionMode):
+    """The size of the largest tensor that a function of PyTorch returns."""
+
+    size = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.size = max(self.size, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
+def test_packed_documents_whose_pattern_names_positions_make_no_table():
+    """A table of n × n pairs is neither short nor sparse."""
+    documents, within = torch.tensor([[0] * 700 + [1] * 900]), rg.causal() & (rg.window(8) | rg.sinks(2))
+    block = Block(Attention(16, heads=2, pattern=within), rg.FeedForward(16))
+    model = built(Encoder(block, 1, embedding=Embedding(50, 16), head=rg.LanguageHead()))
+    with Largest() as largest:
+        packed = model(ids(1, 1600), documents=documents)
+    assert largest.size < 1600**2 / 8
+    alone = [model(text) for text in ids(1, 1600).split([700, 900], 1)]
+    assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-12)
 
 
 def test_an_image_of_another_size_is_refused():

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import regard as rg
 from long_cases import in_long
-from regard.pattern import Related, Relation
+from regard.pattern import BlockGrid, Related, Relation
 
 TABLES = ("kv", "full_kv", "q", "full_q")
 
@@ -139,6 +139,33 @@ def test_documents_skip_blocks_of_other_documents():
     assert torch.equal(
         mask.mask_mod(0, 0, torch.tensor([300, 300]), torch.tensor([255, 256])), torch.tensor([False, True])
     )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_documents_skip_blocks_by_positions_within_each(seed):
+    """No pair is lost or added; a block within one document is classified as if the document were alone."""
+    rng = random.Random(seed)
+    m, step = 1200, rng.choice([1, 1, 3])
+    ids = torch.stack([(torch.rand(m) < rng.choice([0.002, 0.01, 0.1])).cumsum(0) for _ in range(2)])
+    ids = ids[0] if rng.random() < 0.3 else ids % rng.choice([4, 10**6])  # documents in several places
+    inner = rg.causal() & (random_word(rng, 400) | random_word(rng, 400) | rg.sinks(rng.randint(0, 200)))
+    pattern, start = rg.documents(ids, inner), rng.choice([0, -70, 100])
+    n = (m - 100) // step
+    grid = BlockGrid((start + step * torch.arange(n))[None], m, step)
+    mine, exact = grid.classify(pattern), grid.enumerate(pattern.allows)
+    assert not (mine.none & ~exact.none).any() and not (mine.all & ~exact.all).any()
+    mask = pattern.block_mask(n, m, (start, step))
+    r, key = torch.randint(n, (500,)), torch.randint(m, (500,))
+    for b in range(len(ids.view(-1, m))):
+        table = pattern.allowed(n, m, (start, step)).reshape(-1, n, m)[b]
+        assert torch.equal(mask.mask_mod(torch.tensor(b), 0, r, key), table[r, key])
+
+
+def test_a_window_within_a_document_skips_blocks_of_the_same_document():
+    ids = torch.arange(2048) // 1024
+    mask = rg.documents(ids, rg.causal() & (rg.window(64) | rg.sinks(4))).block_mask(2048)
+    needed = mask.kv_num_blocks + mask.full_kv_num_blocks
+    assert needed.tolist() == [[[1, 2, 3, 3, 3, 3, 3, 3] * 2]]
 
 
 @pytest.mark.compiled  # FlexAttention traces its mask even where nothing is compiled

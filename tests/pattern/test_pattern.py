@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ledger_cases import case, cases
 from pattern_strategies import offsets, patterns
@@ -26,6 +27,7 @@ from regard.pattern import (
     every,
     full,
     lengths,
+    per_head,
     positions,
     prefix,
     query_offset,
@@ -307,6 +309,45 @@ def test_a_query_beyond_the_documents_is_in_none():
     assert not documents(IDS).allows(-1, 6) and documents(IDS).allows(6, 6)
 
 
+def test_positions_within_a_document_count_from_its_beginning():
+    ids = torch.tensor(
+        [[4] * 3 + [1] * 4, [4] * 2 + [1] * 3 + [4] * 2]
+    )  # the second row has one in two places
+    pattern = documents(ids, causal() & every(2))
+    place = [[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 0, 1]]
+    for row in range(2):
+        for i in range(7):
+            for j in range(7):
+                a, b = place[row][i], place[row][j]
+                expected = bool(ids[row, i] == ids[row, j]) and b <= a and b % 2 == 0
+                assert documents(ids[row], pattern.within).allows(i, j) == expected
+                assert bool(pattern.allowed(7)[row, 0, i, j]) == expected
+    both = [[all(cell) for cell in zip(*lines)] for lines in zip(*pattern.allowed(7)[:, 0].tolist())]
+    assert [[pattern.allows(i, j) for j in range(7)] for i in range(7)] == both
+    assert pattern.count(7) == int(pattern.allowed(7).sum())
+    assert repr(pattern) == "documents(<2×7 ids>, causal() & every(2))"
+    with pytest.raises(FormatError, match="carries data, so it has no JSON"):
+        pattern.json()
+    ids[0, 3] = 4  # read again when it is changed
+    assert pattern.allowed(7)[0, 0, 3].tolist() == [True, False, True] + [False] * 4
+
+
+def test_positions_that_a_transform_or_a_mode_computed_are_not_kept():
+    def fresh():
+        return documents(IDS, causal() & every(2))
+
+    expected, pattern = fresh().allowed(7), fresh()
+    torch.func.grad(lambda x: (x * pattern.allowed(7)).sum())(torch.ones(7, 7))
+    assert type(pattern.positions) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(
+        pattern.positions
+    )
+    assert torch.equal(pattern.allowed(7), expected)
+    pattern = fresh()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        pattern.allowed(7)
+    assert type(pattern.positions) is torch.Tensor and torch.equal(pattern.allowed(7), expected)
+
+
 def test_documents_need_one_id_per_key():
     message = r"^documents\(<2×7 ids>\) over 11 keys: one id per key is needed, \(11,\) or \(b, 11\)$"
     with pytest.raises(ShapeError, match=message):
@@ -501,6 +542,12 @@ WRONG_DATA = {  # the first case is shape-checked: it has the declared types
         lambda i, j: i - j
     ).count(5),
     "documents: ids is of type list, not a tensor; use torch.as_tensor(ids)": lambda: documents([0, 0, 1]),
+    "documents: within=3 is not a pattern; use rg.causal(), rg.window(2), …": lambda: documents(IDS, 3),
+    "documents: within= is for all heads; use rg.per_head([rg.documents(ids, p) for p in …])": lambda: (
+        documents(IDS, per_head([causal(), full()]))
+    ),
+    "documents: within=documents(<2×7 ids>) carries data, and data have positions of the row; combine them with &: "
+    "rg.documents(ids, …) & …": lambda: documents(IDS, documents(IDS)),
     "documents: ids of torch.float32; whole numbers are needed, such as ids.long()": lambda: documents(
         torch.tensor([0.0, 1.0])
     ),

@@ -24,7 +24,7 @@ from ..errors import (
 from ..pattern import At, Pattern, causal, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
-from .backends import PREPARED, calls_with_data, choose
+from .backends import PREPARED, calls_with_data, choose, named
 from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced, without_default_offset
 from .merge import by_heads, merge_sink
 
@@ -70,13 +70,14 @@ def attention(
     softcap: c replaces the scores by c · tanh(scale · q kᵀ / c), before the bias is added (Gemma 2).
     sink_logits: one logit per head that takes part in each softmax but has no value (gpt-oss).
     at: the query offset. Query i is at position at + i; one offset per batch row, or (start, step); None is m − n.
-    backend: "auto", "reference", "sdpa", "tiles" (CPU), "triton" (CUDA), "flex" or "flash4"; see `explain`.
+    backend: "auto", "reference", "sdpa", "tiles" (CPU), "triton" (CUDA), "flex", "flash4"; see `explain`, `backend`.
 
     Key/value heads may be fewer than query heads (grouped heads); d_v may differ from d_k. A query with no allowed
     key gets zeros and finite gradients. With return_lse, the differentiable log-sum-exp is returned too.
     """
     if foreign:
         raise not_an_argument(foreign)
+    backend = named(backend)
     rows = _row_extras(q, lengths, at, sink_logits)
     if rows is None or type(pattern) is Tensor:
         pattern, lengths, at = without_defaults(q, k, pattern, lengths, at)

@@ -8,6 +8,9 @@ flex       compiled FlexAttention: what data or a function decide, on CUDA
 flash4     FlashAttention-4's kernels on CUDA, where its package is installed
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from math import isinf
 from typing import Any, Protocol, runtime_checkable
@@ -50,10 +53,52 @@ TABLE: dict[str, Backend] = {b.name: b for b in (Reference(), Sdpa(), Tiles(), T
 BACKENDS = ("auto", *TABLE)
 
 
+_named: ContextVar[str] = ContextVar("backend", default="auto")
+_open: list[
+    str
+] = []  # contexts of all threads: a compiled graph is guarded by a list, and reads no ContextVar
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Within it, attention runs by this backend: for modules and models, whose calls do not name one.
+
+        with rg.backend("reference"):
+            expected = model(x)
+
+    A call's own backend="…" comes first; of several contexts, the innermost; "auto" gives the choice back. A backend
+    that cannot run a call raises a BackendError, as with backend=. It holds in this thread or task. A backward pass
+    belongs to its forward pass. Under torch.compile the graph breaks at attention; fullgraph=True raises an error.
+    """
+    _require_known(name)
+    token = _named.set(name)
+    _open.append(name)
+    try:
+        yield
+    finally:
+        _open.remove(name)
+        _named.reset(token)
+
+
+def named(own: str = "auto") -> str:
+    """The name of the backend of a call: its own, or that of the context."""
+    within = own == "auto" and _open
+    return _of_context() if within else own  # rg.backend(…) breaks a graph: for fullgraph=True, use backend=
+
+
+@compat.not_compiled
+def _of_context() -> str:
+    return _named.get()
+
+
+def _require_known(name: str) -> None:
+    if name not in BACKENDS:
+        raise SpecError(f"unknown backend {name!r}; {nearest(name, BACKENDS)}")
+
+
 def choose(f: CallFacts, backend: str = "auto") -> Prepared:
     """The call prepared by the backend of that name, or by the fastest that can run it."""
-    if backend not in BACKENDS:
-        raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
+    _require_known(backend)
     if compat.sizes_are_symbols():
         return _prepare(f, backend)
     calls, key = PREPARED, (f, backend)

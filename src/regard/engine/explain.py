@@ -9,7 +9,7 @@ from ..errors import SpecError, nearest
 from ..pattern import Pattern, per_head
 from ..table import ShownAsTable
 from .attention import call_of
-from .backends import choose
+from .backends import choose, named
 from .call import CallFacts, Prepared, facts_of, without_default_offset
 from .cpu.backend import GATHERED
 from .plan import NoPlan, plan
@@ -17,7 +17,7 @@ from .plan import NoPlan, plan
 
 @dataclass(frozen=True)
 class Explanation(ShownAsTable):
-    """How a call would run. `print` it; the fields are for programs."""
+    """How a call would run: `print` it. `backend` has several names, "tiles, sdpa", if heads need different ones."""
 
     pattern: Pattern
     n: int
@@ -67,6 +67,7 @@ def explain(*arguments: Any, backend: str = "auto", **options: Any) -> Explanati
         facts = facts_of(call_of(*arguments, **options))
     else:
         facts = facts_from(*arguments, **options)
+    backend = named(backend)
     return _explain_heads(facts, backend) if isinstance(facts.pattern, per_head) else _explain(facts, backend)
 
 

@@ -130,9 +130,8 @@ def _new_block_mask(call: Call) -> "BlockMask":
 
 def _written(pattern: Pattern) -> str:
     """How a pattern with data is composed."""
-    return pattern.fold(
-        lambda word: word.text or "data", "Both({}, {})".format, "Either({}, {})".format, "Not({})".format
-    )
+    of_word = lambda word: word.text or f"data {getattr(word, 'within', '')!r}"  # noqa: E731
+    return pattern.fold(of_word, "Both({}, {})".format, "Either({}, {})".format, "Not({})".format)
 
 
 # One compiled function per kind of call: PyTorch counts recompilations by code, and past a limit runs the formula.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import compat, spec
 from ..engine import attention as engine
 from ..engine import fused_qkv
+from ..engine.backends import named
 from ..engine.call import Bias
 from ..errors import ShapeError, not_an_argument_of, require_tensors
 from ..pattern import At, Pattern, causal, per_head
@@ -35,7 +36,7 @@ class Projected(NamedTuple):
 class Complete(NamedTuple):
     """All pairs that may attend, the declared pattern included: a stack gives it for packed documents."""
 
-    table: Bool[Tensor, "b #h n n"]
+    pairs: Pattern | Bool[Tensor, "b #h n n"]
 
 
 class MultiHeadAttention(nn.Module):
@@ -149,7 +150,7 @@ class MultiHeadAttention(nn.Module):
     def _can_fuse(self, x: Tensor, context: Tensor | None, lengths: Tensor | None) -> bool:
         """Whether one product for queries, keys and values and one fused kernel compute this call."""
         declared, size, factor = self.spec, self.spec.sizes, self.spec.factor
-        if declared.score != "dot" or declared.position is not None:
+        if declared.score != "dot" or declared.position is not None or named() != "auto":
             return False
         if declared.softcap is not None or declared.sink_logits or declared.pattern.differs_by_head:
             return False
@@ -325,7 +326,7 @@ class MultiHeadAttention(nn.Module):
         if given is None:
             return own
         if isinstance(given, Complete):
-            return given.table
+            return given.pairs
         if isinstance(given, list | tuple):
             given = per_head(given)
         if isinstance(given, Pattern):

@@ -1,5 +1,6 @@
 """Encoders and decoders: an embedding, blocks, a norm, a head."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import compat, spec
 from .. import pattern as patterns
+from ..engine.backends import backend, named
 from ..engine.call import Bias
 from ..errors import ShapeError, not_an_argument_of
 from ..pattern import Pattern, per_head
+from ..pattern.packed import document_positions
 from ..position import learned
 from . import position as positions
 from .attention import Complete
@@ -63,7 +66,7 @@ class Stack(nn.Module):
 
         lengths: the number of real tokens per row; the rest is padding at its end. documents: the document of each
         token, where a row holds several: no token attends to another document, and positions start at 0 in each,
-        those of the patterns too (every, sinks, blocks, …; then there is a table of n × n pairs).
+        those of the patterns too (every, sinks, blocks, …), as in `rg.documents(ids, pattern)`.
         pattern: restricts the declared pattern further. cache: holds earlier keys and values, so that each call
         passes only new tokens. return_weights: a list with a dictionary per block, "self" and "cross".
         """
@@ -117,6 +120,8 @@ class Stack(nn.Module):
                 "weights": weights and weights[i],
             }
             if self.spec.checkpoint and torch.is_grad_enabled():
+                if (name := named()) != "auto":  # the block is computed again, perhaps in another thread
+                    options["context_fn"] = lambda name=name: (nullcontext(), backend(name))
                 states = checkpoint(block, states, context, use_reentrant=False, **options)
             elif fuses:
                 states = block(states, context, continues=True, **options)
@@ -186,37 +191,29 @@ class Stack(nn.Module):
         return self.position(q_positions, torch.arange(filled, device=x.device))
 
 
-def document_positions(documents: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
-    """The position of each token within its document.
-
-    >>> document_positions(torch.tensor([[4, 4, 4, 7, 9, 9]])).tolist()
-    [[0, 1, 2, 0, 0, 1]]
-    """
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - index.where(first, 0).cummax(1).values
-
-
 def _within_documents(
     ids: Int[Tensor, "b n"], given: Pattern | Tensor | None, declared: Pattern
 ) -> Pattern | Tensor | Complete:
-    """The given pattern within each document; if it or the declared one names positions, a table of both."""
-    within, n = patterns.documents(ids), ids.shape[1]
-    words = [given] if isinstance(given, Pattern) and not given.has_data else []
-    if all(p.shift_period == 1 for p in (declared, *words)):
+    """The given pattern within each document; where it or the declared one names positions, both of them."""
+    packed, n = patterns.documents(ids), ids.shape[1]
+    counted = given if isinstance(given, Pattern) and not given.has_data else patterns.full()
+    if declared.shift_period == counted.shift_period == 1:
         if given is None or isinstance(given, Pattern):
-            return within if given is None else given & within
-        return given & within.allowed(n, n, device=ids.device)
-    place = document_positions(ids)
-    table = (ids[:, :, None] == ids[:, None])[:, None]
-    for p in (declared, *words):
-        each = p.patterns if isinstance(p, per_head) else (p,)
-        pairs = [one.allows(place[:, :, None], place[:, None]) & table[:, 0] for one in each]
-        table = table & torch.stack(pairs, 1)
-    if words or given is None:
-        return Complete(table)
-    return Complete(table & (given.allowed(n, n, device=ids.device) if isinstance(given, Pattern) else given))
+            return packed if given is None else given & packed
+        return given & packed.allowed(n, n, device=ids.device)
+    inner = declared if isinstance(counted, patterns.full) else declared & counted
+    if isinstance(inner, per_head):
+        of_pattern = {
+            each: patterns.documents(ids, each) for each in inner.patterns
+        }  # equal heads run together
+        within: Pattern = per_head([of_pattern[each] for each in inner.patterns])
+    else:
+        within = patterns.documents(ids, inner)
+    if given is None or given is counted:
+        return Complete(within)
+    if isinstance(given, Pattern):
+        return Complete(within & given)
+    return Complete(within.allowed(n, n, device=ids.device) & given)
 
 
 def head(declared: spec.Encoder | spec.Decoder) -> nn.Module | None:

@@ -18,9 +18,10 @@ A word is one class that states its relation (word.py, words.py, relation.py); w
 
 from .algebra import KINDS, At, Both, Either, Not, Pattern, positions, query_offset
 from .classification import BlockGrid, Classes, Run, classify
-from .data import Data, documents, lengths, selected, tree, where
+from .data import Data, lengths, selected, tree, where
 from .grid import neighborhood
 from .heads import per_head
+from .packed import documents
 from .parse import parse_pattern
 from .relation import Relation
 from .rows import count_rows

@@ -15,9 +15,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..progression import FAR, Ints
-from .algebra import At, Pattern, RowMask, positions, query_offset
+from .algebra import At, Pattern, positions, query_offset
 from .classification import BLOCK, BlockGrid, Classes, both
-from .data import without_gaps
+from .data import composed_row_mask, without_gaps
 from .relation import Relation
 from .word import Word
 
@@ -103,25 +103,13 @@ def _mask_mod(
 ) -> Callable[..., Tensor]:
     start, step = (0, 1) if at is None else at
     usual, inside = at == (0, 1), at is not None and step == 1 and start >= 0 and start + n <= m
-    allows = pattern.fold(lambda word: word.row_mask(inside), _and, _or, _not)
+    allows = composed_row_mask(pattern, inside)
 
     def mask_mod(b, h, row, key):
         pair = allows(b, row if usual else i[b, row] if at is None else start + step * row, key)  # type: ignore[index]
         return pair if lengths is None else pair & (key < lengths[b])
 
     return mask_mod
-
-
-def _and(left: RowMask, right: RowMask) -> RowMask:
-    return lambda b, i, j: left(b, i, j) & right(b, i, j)
-
-
-def _or(left: RowMask, right: RowMask) -> RowMask:
-    return lambda b, i, j: left(b, i, j) | right(b, i, j)
-
-
-def _not(inner: RowMask) -> RowMask:
-    return lambda b, i, j: ~inner(b, i, j)
 
 
 # Squares of blocks

@@ -1,6 +1,11 @@
 """A pattern in normal form: what all has to hold, and a union of such conjunctions."""
 
+from functools import reduce
+from operator import and_
+from typing import Any
+
 from .algebra import Both, Either, Not, Pattern
+from .words import full
 
 MAX_CLAUSES = 8  # clauses that a union is split into
 Clause = tuple[Pattern, ...]  # words and negated words, all of which hold
@@ -9,6 +14,18 @@ Clause = tuple[Pattern, ...]  # words and negated words, all of which hold
 def conjuncts(pattern: Pattern) -> list[Pattern]:
     """What all has to hold: the operands of the outermost `&`."""
     return [*conjuncts(pattern.left), *conjuncts(pattern.right)] if isinstance(pattern, Both) else [pattern]
+
+
+def parted(pattern: Pattern, kinds: Any) -> tuple[list[Any], list[Pattern]]:
+    """The operands of the outermost `&` that are of these kinds, and the others."""
+    factors = conjuncts(pattern)
+    return [x for x in factors if isinstance(x, kinds)], [x for x in factors if not isinstance(x, kinds)]
+
+
+def conjunction(*factors: Pattern) -> Pattern:
+    """What all of these allow; `full()` among them is left out."""
+    restricting = [factor for factor in factors if not isinstance(factor, full)]
+    return reduce(and_, restricting) if restricting else full()
 
 
 def clauses(pattern: Pattern) -> list[Clause]:

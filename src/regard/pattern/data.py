@@ -7,7 +7,6 @@ from math import prod
 from types import FunctionType
 from typing import Any, TypeVar, dataclass_transform
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import ShapeError, SpecError
-from ..progression import Ints
-from .algebra import Pattern, register
+from .algebra import Pattern, RowMask, register
 from .classification import BlockGrid, Classes
 from .preorder import numbered
 from .words import sinks
@@ -49,64 +47,6 @@ class Data(Pattern):
         return grid.enumerate(self.allows)
 
 
-class documents(Data):
-    """ids[i] = ids[j]: packed sequences do not attend to one another. ids is (m,) or (b, m), one per position."""
-
-    ids: Int[Tensor, "*b m"]
-
-    def __post_init__(self):
-        _require_whole("documents", "ids", self.ids)
-        _require_rows("documents", "ids", self.ids)
-
-    @property
-    def device(self):
-        return self.ids.device
-
-    @property
-    def varies(self):
-        return prod(self.ids.shape[:-1]), 1
-
-    def allows(self, i, j):
-        ids, last = self.ids, self.ids.shape[-1] - 1
-        if isinstance(i, int):
-            return 0 <= i <= last and bool((ids[..., i] == ids[..., j]).all())
-        inside = (i >= 0) & (i <= last)  # a query beyond the ids is in no document: it has no allowed key
-        if last < 0:
-            return inside & (j == j)  # no ids, no pairs
-        i = i.clamp(0, last)
-        if ids.dim() == 1:
-            return (ids[i] == ids[j]) & inside
-        b = torch.arange(len(ids), device=ids.device)[:, None, None, None]
-        return (ids[b, i] == ids[b, j]) & inside
-
-    def row_mask(self, inside):
-        ids, last = without_gaps(self.ids), self.ids.shape[-1] - 1
-        ids = ids.reshape(-1) if self.varies[0] == 1 else ids
-        if inside and ids.dim() == 1:
-            return lambda b, i, j: ids[i] == ids[j]
-        if inside:
-            return lambda b, i, j: ids[b, i] == ids[b, j]
-        if ids.dim() == 1:
-            return lambda b, i, j: (ids[i.clamp(0, last)] == ids[j]) & (i >= 0) & (i <= last)
-        return lambda b, i, j: (ids[b, i.clamp(0, last)] == ids[b, j]) & (i >= 0) & (i <= last)
-
-    def classify(self, grid):
-        """By the smallest and the largest id of each block."""
-        ids = self.ids.reshape(-1, self.ids.shape[-1])
-        last = ids.shape[-1] - 1
-        i = grid.positions.clamp(0, last).expand(max(len(ids), len(grid.positions)), -1)
-        equal = grid.equal(ids.expand(len(i), -1).gather(1, i), ids)
-        inside = grid.of_queries((grid.positions >= 0) & (grid.positions <= last))
-        return Classes(equal.all & inside.all, equal.none | inside.none)
-
-    def fits(self, m: int, last: int = -1) -> None:
-        if self.ids.shape[-1] != m:
-            raise ShapeError(f"{self!r} over {m} keys: one id per key is needed, ({m},) or (b, {m})")
-
-    def __repr__(self):
-        return f"documents(<{'×'.join(map(str, self.ids.shape))} ids>)"
-
-
 class lengths(Data):
     """j < l: hides the keys beyond the length of each batch row, but no queries. l is (b,)."""
 
@@ -115,7 +55,7 @@ class lengths(Data):
     reads_query = False
 
     def __post_init__(self):
-        _require_whole("lengths", "l", self.l)
+        require_whole("lengths", "l", self.l)
         if self.l.dim() != 1:
             raise ShapeError(
                 f"lengths: l has shape {tuple(self.l.shape)}; one length per batch row is needed, (b,)"
@@ -164,14 +104,14 @@ class tree(Data):
     parents: Int[Tensor, "*b m"]
 
     def __post_init__(self):
-        _require_whole("tree", "parents", self.parents)
-        _require_rows("tree", "parents", self.parents)
+        require_whole("tree", "parents", self.parents)
+        require_rows("tree", "parents", self.parents)
         _ = self.preorder  # raises an error if the parents are not a tree
 
     @property
     def preorder(self) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
         """first and end: the descendants of a node, itself included, are those numbered first … end − 1."""
-        return _kept(self, self.parents, numbered)
+        return kept(self, self.parents, numbered)
 
     @property
     def device(self):
@@ -224,7 +164,7 @@ class tree(Data):
         return f"tree(<{'×'.join(map(str, self.parents.shape))} parents>)"
 
 
-def _require_whole(word: str, name: str, x: Any) -> None:
+def require_whole(word: str, name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise ShapeError(
             f"{word}: {name} is of type {type(x).__name__}, not a tensor; use torch.as_tensor({name})"
@@ -238,7 +178,7 @@ def _require_whole(word: str, name: str, x: Any) -> None:
         raise ShapeError(f"{word}: {name} of {x.dtype}; whole numbers are needed, such as {name}.long()")
 
 
-def _require_rows(word: str, name: str, x: Tensor) -> None:
+def require_rows(word: str, name: str, x: Tensor) -> None:
     if x.dim() not in (1, 2):
         raise ShapeError(f"{word}: {name} of shape {tuple(x.shape)}; (m,) or (b, m) is needed")
 
@@ -248,34 +188,42 @@ def without_gaps(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
+def composed_row_mask(pattern: Pattern, inside: bool) -> RowMask:
+    """The `row_mask` of all words of a pattern, combined."""
+    return pattern.fold(lambda word: word.row_mask(inside), _and, _or, _not)
+
+
+def _and(left: RowMask, right: RowMask) -> RowMask:
+    return lambda b, i, j: left(b, i, j) & right(b, i, j)
+
+
+def _or(left: RowMask, right: RowMask) -> RowMask:
+    return lambda b, i, j: left(b, i, j) | right(b, i, j)
+
+
+def _not(inner: RowMask) -> RowMask:
+    return lambda b, i, j: ~inner(b, i, j)
+
+
+def kept(word: Data, data: Tensor, compute: Callable[[Tensor], T]) -> T:
     """compute(data), kept until the data are changed in place; computed anew where changes are not counted."""
-    kept = getattr(word, "_kept", None)
+    found = getattr(word, "_kept", None)
     if (
         torch.compiler.is_compiling()
-    ):  # which reads no data, so what was kept before it began is not computed again
-        return compute(data) if kept is None else kept[1]
+    ):  # it reads no data, so what was kept before it began is not computed again
+        return compute(data) if found is None else found[1]
     if data.is_meta:
         raise ShapeError(f"{type(word).__name__}: its numbers must be read, and a tensor on meta has none")
     written = compat.version(data)
-    if kept is None or written is None or kept[0] != written:
-        kept = written, compute(data)
-        object.__setattr__(word, "_kept", kept)
-    return kept[1]
+    if found is None or written is None or found[0] != written:
+        found = written, compute(data)
+        if not (compat.transforms_active() or compat.dispatch_modes()):  # whose tensors end with them
+            object.__setattr__(word, "_kept", found)
+    return found[1]
 
 
 def _below(node: Any, first: Any, end: Any) -> Any:
     return (node >= first) & (node < end)
-
-
-def spans(ids: Ints) -> list[tuple[int, int]] | None:
-    """Where each document begins and ends; None where one is in two places, or there are no keys."""
-    if not len(ids):
-        return None
-    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
-    if len(np.unique(ids[first])) < len(first):
-        return None
-    return list(zip(first.tolist(), [*first[1:].tolist(), len(ids)]))
 
 
 def chains(parents: list[int], queries: range, most: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
@@ -312,7 +260,7 @@ class selected(Data):
     def __post_init__(self):
         if type(self.size) is not int or self.size < 1:
             raise ShapeError(f"selected(size={self.size!r}): a whole number >= 1 is needed")
-        _require_whole("selected", "indices", self.indices)
+        require_whole("selected", "indices", self.indices)
         if not 2 <= self.indices.dim() <= 4:
             raise ShapeError(
                 f"selected: indices of shape {tuple(self.indices.shape)}; (blocks, k), (b, blocks, k) or "
@@ -324,7 +272,7 @@ class selected(Data):
     @property
     def listed(self) -> Bool[Tensor, "*bh rows columns"]:
         """Whether each block of queries lists each block of keys; the last row and column stand for all others."""
-        return _kept(self, self.indices, _listed)
+        return kept(self, self.indices, _listed)
 
     @property
     def device(self):

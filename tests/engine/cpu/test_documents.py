@@ -12,7 +12,22 @@ from regard.engine.attention import attention
 from regard.engine.cpu import documents as packed
 from regard.engine.explain import explain
 from regard.errors import BackendError, ShapeError
-from regard.pattern import causal, data, dilated, documents, every, full, strided, tree, where, window
+from regard.pattern import (
+    blocks,
+    causal,
+    data,
+    dilated,
+    documents,
+    every,
+    full,
+    prefix,
+    rows,
+    sinks,
+    strided,
+    tree,
+    where,
+    window,
+)
 
 B, H, H_KV, D_K, D_V = 2, 4, 2, 5, 3
 f64 = torch.float64
@@ -60,6 +75,106 @@ def test_documents_of_any_lengths_give_the_formula_and_its_gradients(lengths, re
     inputs = qkv(n, m)
     mine = outputs_and_gradients("tiles", inputs, pattern, **more)
     assert_same(mine, outputs_and_gradients("reference", inputs, pattern, **more))
+
+
+COUNTED = (  # patterns that name positions
+    sinks(2),
+    causal() & (window(2) | sinks(1)),
+    causal() & (window(3) | every(4, 1)),
+    causal() | prefix(5),
+    blocks(8),
+    (rows(3, 1) | window(1)) - every(5),
+    causal() & (dilated(2, 3) | sinks(1) | every(16)),
+)
+
+
+def each_alone(row_ids: torch.Tensor, within) -> torch.Tensor:
+    """A table with the pattern of each document by itself on its diagonal."""
+    _, lengths = row_ids.unique_consecutive(return_counts=True)
+    return torch.block_diag(*(within.allowed(length) for length in lengths.tolist())).bool()
+
+
+@settings(max_examples=40)
+@given(counts, st.sampled_from(COUNTED), st.sampled_from(RESTS), st.booleans(), st.booleans(), st.data())
+def test_positions_within_count_from_the_beginning_of_each_document(
+    lengths, within, rest, each_row, hides, data
+):
+    ids = ids_of(*lengths)
+    ids = torch.stack([ids, ids_of(*data.draw(st.permutations(lengths)))]) if each_row else ids
+    m = ids.shape[-1]
+    n = data.draw(st.integers(1, m))
+    at = data.draw(st.integers(0, m - n))
+    terms = (
+        {"softcap": 2.0, "sink_logits": torch.linspace(-1, 1, H, dtype=f64)}
+        if data.draw(st.booleans())
+        else {}
+    )
+    more = {"at": at, "lengths": torch.tensor([m, data.draw(st.integers(0, m))])} if hides else {"at": at}
+    table = torch.stack([each_alone(row, within) for row in ids.view(-1, m)])[:, None, at : at + n]
+    inputs, tile = qkv(n, m), data.draw(st.sampled_from([packed.MAX_TILE, 24]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(packed, "MAX_TILE", tile)  # longer documents are planned
+        packed._layouts.cache_clear()
+        pattern = rest & documents(ids, within)
+        assert torch.equal(
+            pattern.allowed(n, m, at).view(-1, n, m), (table & rest.allowed(n, m, at)).view(-1, n, m)
+        )
+        mine = outputs_and_gradients("tiles", inputs, pattern, **more, **terms)
+        packed._layouts.cache_clear()
+    table = table & rest.allowed(n, m, at)
+    assert_same(mine, outputs_and_gradients("reference", inputs, table, **more, **terms))
+
+
+def test_a_long_document_computes_the_keys_of_its_pattern():
+    ids = ids_of(1500, 3, 1500, 900)
+    within, m = causal() & (window(32) | sinks(4)), len(ids)
+    explained = explain(documents(ids, within), m)
+    assert (explained.backend, explained.variant) == ("tiles", "packed documents")
+    assert explained.needed == 2 * within.count(1500) + within.count(3) + within.count(900)
+    assert explained.computed < 5 * explained.needed < m * m / 10
+    assert (
+        explain(documents(ids % 2, within), m).backend == "sdpa"
+    )  # a document in several places: by a table
+
+
+def test_every_kind_of_derivative_of_documents_with_positions():
+    pattern, inputs = documents(ids_of(40, 40, 7), causal() & (window(2) | sinks(1))), qkv(87, 87)
+    table = pattern.allowed(87)
+
+    def total(of, backend):
+        return lambda q: attention(q, *inputs[1:], of, backend=backend).square().sum()
+
+    def penalty(of, backend):
+        (g,) = torch.autograd.grad(total(of, backend)(inputs[0]), inputs[0], create_graph=True)
+        return torch.autograd.grad(g.square().sum(), inputs)
+
+    assert_same(penalty(pattern, "tiles"), penalty(table, "reference"))
+    q = inputs[0].detach()
+    by_func = torch.func.grad(total(pattern, "tiles"))(q)
+    assert_same([by_func], [torch.func.grad(total(table, "reference"))(q)])
+    assert_same(
+        [torch.func.grad(total(pattern, "tiles"))(q)], [by_func], atol=0
+    )  # nothing of a transform was kept
+    torch.compiler.reset()
+    for backend in ("auto", "tiles"):
+        compiled = torch.compile(total(pattern, backend), backend="aot_eager", fullgraph=True)
+        assert_same([compiled(q)], [total(table, "reference")(q)])
+
+
+TWO_CHAINS = tree(torch.tensor([*range(-1, 89), -1, *range(90, 179)]))
+TWO_DOCUMENTS = documents(ids_of(90, 90))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [TWO_DOCUMENTS & causal(), TWO_DOCUMENTS & window(20), TWO_CHAINS],
+    ids=["causal", "window", "tree"],
+)
+def test_queries_from_inside_a_document_into_the_next(pattern):
+    """Of each document there are 45 queries and 90 keys: the last queries of the first, the first of the second."""
+    inputs = qkv(90, 180)
+    mine = outputs_and_gradients("tiles", inputs, pattern, at=45)
+    assert_same(mine, outputs_and_gradients("reference", inputs, pattern, at=45))
 
 
 @pytest.mark.parametrize("rest", [causal(), causal() & window(20)], ids=repr)
@@ -170,7 +285,7 @@ REFUSED = [
     (
         documents(ids_of(3)) & every(2),
         {},
-        "documents(<3 ids>) & every(2) is not documents(ids), or that and words that read i − j; "
+        "documents(<3 ids>) & every(2) is not documents(ids, …), or that and words that read i − j; "
         "use backend='sdpa'",
     ),
     (

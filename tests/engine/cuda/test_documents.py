@@ -375,6 +375,22 @@ def test_what_is_one_interval_of_keys_runs():
     )  # ends that stay the same
 
 
+@pytest.mark.usefixtures("on_hopper")
+def test_a_band_within_documents_runs_as_beside_them_and_positions_within_do_not():
+    beside, within = documents(MIXED) & causal() & window(8), documents(MIXED, causal()) & window(8)
+    of_beside, of_within = (
+        read(facts(pattern, 500)).schedule(500, 0, False)[0] for pattern in (beside, within)
+    )
+    assert torch.equal(of_beside.blocks, of_within.blocks)
+    assert torch.equal(of_beside.masks.words, of_within.masks.words)
+    counted = documents(MIXED, causal() & (window(8) | sinks(4)))
+    assert Triton().refuses(facts(counted, 500)) == (
+        f"{counted!r}: positions within documents are not supported by these kernels"
+    )
+    long = documents(torch.arange(4096) // 512, counted.within)
+    assert backends.choose(facts(long, 4096, grad=True)).backend == "flex"
+
+
 def test_without_a_hopper_gpu_flex_runs_documents():
     pattern = documents(torch.arange(4096) // 512) & causal()
     with mock.patch.object(packed_documents, "_is_hopper", lambda device: False):

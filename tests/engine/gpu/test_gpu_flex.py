@@ -13,7 +13,7 @@ from regard.engine.backends import choose
 from regard.engine.call import CallFacts
 from regard.engine.explain import explain
 from regard.errors import BackendError
-from regard.pattern import causal, documents, where, window
+from regard.pattern import causal, documents, sinks, where, window
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -89,6 +89,7 @@ PATTERNS = {
     "documents": lambda: documents(ids()),
     "documents and causal": lambda: documents(ids()) & causal(),
     "documents per batch row": lambda: documents(torch.stack([ids(), ids().flip(0)])) & causal(),
+    "positions within each text": lambda: documents(ids(), causal() & (window(50) | sinks(4))),
     "a function": lambda: where(lambda i, j: (i + j) % 3 == 0),
     "a function or a window": lambda: where(lambda i, j: j < 100) | window(50),
     "a function with an empty row": lambda: where(lambda i, j: (i != 140) & (i // 200 == j // 200)),

@@ -110,7 +110,7 @@ def _packed(f: CallFacts, split: documents.Split) -> Prepared | str:
     if f.dropout_p:
         return "it has no dropout with documents"
     if split is None:
-        reason = f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
+        reason = f"{f.pattern!r} is not documents(ids, …), or that and words that read i − j"
         return reason if any(isinstance(x, documents.documents | tree) for x in f.pattern.leaves()) else ""
     if f.observed and (isinstance(split[0], tree) or type(split[0].ids) is not Tensor):
         return "a compiler, a transform or a mode observes the call, and the data of the pattern must be read"
@@ -119,9 +119,8 @@ def _packed(f: CallFacts, split: documents.Split) -> Prepared | str:
     # In a compiled graph the ids are read when it runs.
     layouts = () if torch.compiler.is_compiling() else documents.layouts(f.pattern, f.n, f.m, f.at)
     if layouts is None:
-        is_tree = isinstance(split[0], tree)
-        why = "tree has many branches" if is_tree else "ids of a document do not follow one another"
-        return f"the {why}, or queries skip some"
+        ids = "ids of a document do not follow one another"
+        return f"the {'tree has many branches' if isinstance(split[0], tree) else ids}, or queries skip some"
     return _with_margin(_merged(f, layouts))
 
 

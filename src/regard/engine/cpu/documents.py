@@ -9,9 +9,8 @@ and to the beginning of each chain above it: a triangle, and rectangles without 
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import groupby
-from operator import and_
 
 import numpy as np
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from ... import compat
 from ...pattern import At, Pattern, causal, documents, full, query_offset, tree
-from ...pattern.clauses import conjuncts
-from ...pattern.data import chains, spans
+from ...pattern.clauses import conjunction, parted
+from ...pattern.data import chains
+from ...pattern.packed import spans
 from .layout import Layout, TileGroup
 from .strided_layout import layout, with_joined_rows
 
@@ -34,24 +34,21 @@ Split = tuple[documents | tree, Pattern] | None
 
 
 def split(pattern: Pattern) -> Split:
-    """(documents(ids), inner) of `documents(ids) & inner`, where inner is the same wherever a document begins;
-    (tree, full()) of a tree; else None."""
-    factors = conjuncts(pattern)
-    words = [f for f in factors if isinstance(f, documents | tree)]
-    others = [f for f in factors if not isinstance(f, documents | tree)]
+    """(documents, inner) of `documents(ids, within) & others`, where others are the same wherever a document begins:
+    inner is both, counted from there. (tree, full()) of a tree; else None."""
+    words, others = parted(pattern, documents | tree)
     if len(words) != 1 or any(f.shift_period != 1 for f in others):  # a document may begin anywhere
         return None
     if isinstance(words[0], tree):  # whose pairs are all causal
         return (words[0], full()) if all(isinstance(f, causal | full) for f in others) else None
-    return words[0], reduce(and_, others) if others else full()
+    return words[0], conjunction(*others, words[0].within)
 
 
 def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ...] | None:
     """One for all batch rows, or one each; None where documents are not contiguous, or a tree has many branches."""
-    word_and_inner = split(pattern)
-    if word_and_inner is None or word_and_inner[0].device.type != "cpu":
+    if (found := split(pattern)) is None or found[0].device.type != "cpu":
         return None
-    word, inner = word_and_inner
+    word, inner = found
     word.fits(m)
     start, step = query_offset(pattern, n, m, at)
     if step != 1:
@@ -81,9 +78,9 @@ def _layouts(
     if not all(all_spans):
         return None
     with compat.without_dispatch_modes():  # FakeTensorMode would leave its own tensors in the cache
-        words = [documents(torch.from_numpy(row)) for row in rows.copy()]
+        words = [documents(torch.from_numpy(row), inner) for row in rows.copy()]
     tiles = (_document_tiles(row_spans or [], n, start) for row_spans in all_spans)
-    groups = (_groups(row_tiles, word, inner) for row_tiles, word in zip(tiles, words))
+    groups = (_groups(row_tiles, word) for row_tiles, word in zip(tiles, words))
     return tuple(Layout(n, m, start, 1, tuple(row_groups)) for row_groups in groups)
 
 
@@ -97,32 +94,32 @@ def _document_tiles(row_spans: list[tuple[int, int]], n: int, start: int) -> Ite
             yield TileGroup(1, row, rows, 1, rows, first, keys, 1, keys, None, start, 1)
 
 
-def _shape(tile: TileGroup) -> tuple[int, int]:
-    return tile.rows, tile.keys
+def _shape(tile: TileGroup) -> tuple[int, int, int]:
+    return tile.rows, tile.keys, tile.row - tile.key  # where its queries are in the document
 
 
-def _groups(tiles: Iterator[TileGroup], word: documents, inner: Pattern) -> Iterator[TileGroup]:
+def _groups(tiles: Iterator[TileGroup], word: documents) -> Iterator[TileGroup]:
     """Neighbors of one length as a group; short documents of different lengths in one tile."""
     waiting: list[TileGroup] = []  # short ones, which will share a tile
-    for (_, keys), run in groupby(tiles, key=_shape):
+    for (_, keys, _), run in groupby(tiles, key=_shape):
         equal = list(run)
         if sum(tile.keys for tile in waiting) + len(equal) * keys > MAX_SHARED:
-            yield from _shared_tile(waiting, word, inner)
+            yield from _shared_tile(waiting, word)
             waiting = []
         if len(equal) * keys > MAX_SHARED:
-            yield from _own_tiles(replace(equal[0], tiles=len(equal)), inner)
+            yield from _own_tiles(replace(equal[0], tiles=len(equal)), word)
         else:
             waiting += equal
-    yield from _shared_tile(waiting, word, inner)
+    yield from _shared_tile(waiting, word)
 
 
-def _shared_tile(short: list[TileGroup], word: documents, inner: Pattern) -> Iterator[TileGroup]:
+def _shared_tile(short: list[TileGroup], word: documents) -> Iterator[TileGroup]:
     if len(short) == 1:
-        yield from _own_tiles(short[0], inner)
+        yield from _own_tiles(short[0], word)
     elif short:
         first, last = short[0], short[-1]
         rows, keys = last.row + last.rows - first.row, last.key + last.keys - first.key
-        yield replace(first, row_shift=rows, rows=rows, key_shift=keys, keys=keys, masked_by=word & inner)
+        yield replace(first, row_shift=rows, rows=rows, key_shift=keys, keys=keys, masked_by=word)
 
 
 def _tree_groups(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...] | None:
@@ -141,19 +138,25 @@ def _tree_groups(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...
     return *triangles, *with_joined_rows(above)
 
 
-def _own_tiles(equal: TileGroup, inner: Pattern) -> Iterator[TileGroup]:
+def _own_tiles(equal: TileGroup, word: documents) -> Iterator[TileGroup]:
     """Documents of one length that follow one another."""
-    if isinstance(inner, causal):
+    if isinstance(inner := word.within, causal):
         yield from _causal_tiles(equal)
     elif isinstance(inner, full):
         yield equal
     elif equal.rows * equal.keys <= MAX_TILE**2:
-        yield replace(equal, masked_by=inner)
+        yield replace(equal, masked_by=_counted(inner, word))
     else:
         alone = layout(inner, equal.rows, equal.keys, equal.start + equal.row - equal.key, 1)
         for tile in map(equal.tile, range(equal.tiles)):
             for group in alone.groups:
-                yield replace(group, row=group.row + tile.row, key=group.key + tile.key, start=tile.start)
+                row, key, mask = group.row + tile.row, group.key + tile.key, _counted(group.masked_by, word)
+                yield replace(group, row=row, key=key, start=tile.start, masked_by=mask)
+
+
+def _counted(mask: Pattern | None, word: documents) -> Pattern | None:
+    """The mask of a document by itself, where it is in its row."""
+    return mask if mask is None or mask.shift_period == 1 else documents(word.ids, mask)
 
 
 def _causal_tiles(equal: TileGroup) -> Iterator[TileGroup]:

@@ -10,8 +10,7 @@ Nothing here imports Triton before a call runs.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
-from operator import and_
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import compat
-from ...pattern import Both, Pattern, documents, full
+from ...pattern import Both, Pattern, documents
 from ...pattern.classification import intervals
-from ...pattern.clauses import conjuncts
+from ...pattern.clauses import conjunction, parted
 from ...progression import Ints
 from ..call import Cache, CallFacts, Place, eager
 from .mask import MEMBERS, Masks, distinct_rows, interval_mask_words
@@ -178,19 +177,19 @@ _by_tensor, _by_contents = Cache(MAX_CACHED_IDS), Cache(MAX_CACHED_IDS)
 
 def for_hopper(f: CallFacts) -> Packed | str:
     """The pattern of a call, after reading its ids, or why the Hopper kernels cannot run it."""
-    has_documents = any(isinstance(x, documents) for x in conjuncts(f.pattern))
-    return (_unsupported(f) if has_documents else None) or read(f)
+    words, _ = parted(f.pattern, documents)
+    return (_unsupported(f) if words else None) or read(f)
 
 
 def read(f: CallFacts) -> Packed | str:
     """The pattern of a call, after reading its ids, or why it is not `documents(ids) & band` of contiguous ids."""
-    factors = conjuncts(f.pattern)
-    words = [x for x in factors if isinstance(x, documents)]
-    others = [x for x in factors if not isinstance(x, documents)]
+    words, others = parted(f.pattern, documents)
     if len(words) != 1 or any(x.has_data for x in others):
         return f"{f.pattern!r} carries data, which no progression describes"
-    band: Pattern = reduce(and_, others) if others else full()
-    ids = words[0].ids
+    ids, within = words[0].ids, words[0].within
+    if within.shift_period != 1:
+        return f"{f.pattern!r}: positions within documents are not supported by these kernels"
+    band = conjunction(*others, within)
     if f.observed or ids.is_meta or not eager(ids):  # sizes may be symbols, which are not to be compared
         return "the ids of documents cannot be read under a compiler or a transform, or on meta"
     if _bounds(band, f.n, f.m, f.offset[0]) is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.attention import attention
+from ...engine.backends import named
 from ...engine.explain import explain as explain_call
 from ...errors import BackendError, SpecError
 from ..patterned import by_head
@@ -158,7 +159,7 @@ def _options(p: Problem, r: Request, q: Tensor, bias: Tensor | None) -> dict[str
 
 
 def _attention(p: Problem, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
-    if p.by_tiles and q.is_cpu and q.shape[2] * k.shape[2] >= TABLE_PAIRS:
+    if named() == "auto" and p.by_tiles and q.is_cpu and q.shape[2] * k.shape[2] >= TABLE_PAIRS:
         try:
             return attention(q, k, v, p.pattern, backend="tiles", **given)  # type: ignore[return-value]
         except BackendError:  # dropout, a bias that needs a gradient, …: whatever "auto" chooses

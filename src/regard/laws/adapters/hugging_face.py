@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from ...errors import SpecError
-from ...nn import stack
+from ...pattern.packed import document_positions
 from ..target import Model
 from .seeded import seeded
 
@@ -142,7 +142,7 @@ def _one_stack(model: Any, name: str, source: str | None, with_mask: bool) -> Mo
         if left_padding is not None:
             arguments["position_ids"] = (arguments["attention_mask"].cumsum(1) - 1).clamp(min=0)
         if documents is not None:
-            arguments["position_ids"] = stack.document_positions(documents)
+            arguments["position_ids"] = document_positions(documents)
             arguments |= {"attention_mask": torch.ones_like(x)} if with_mask else {"use_cache": False}
         if shift:
             arguments["position_ids"] = torch.arange(shift, shift + x.shape[1], device=x.device)[None]
