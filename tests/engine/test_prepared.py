@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from regard.engine import reference_backend
 from regard.engine.attention import _cache_key, attention
 from regard.engine.backends import PREPARED
+from regard.engine.call import Prepared
 from regard.engine.explain import explain
 from regard.errors import ShapeError, SpecError
 from regard.pattern import causal, documents, every, full, sinks, where, window
@@ -106,6 +107,10 @@ def test_a_mask_made_in_inference_serves_training():
         attention(*(x.detach() for x in inputs), window(1))
     attention(*(x.detach() for x in inputs), window(1))
     torch.autograd.grad(attention(*inputs, window(1)).sum(), inputs)
+    prepared = Prepared("sdpa", "masked", lambda: 49, build=lambda: torch.zeros(7, 7).add)
+    with torch.inference_mode():
+        mask = prepared.direct.__self__
+    assert not mask.is_inference()  # autograd could not save it
 
 
 def test_autocast_is_not_passed_by():
