@@ -467,6 +467,33 @@ def test_counters_and_what_no_tile_writes_begin_with_zeros(monkeypatch, pattern,
     assert program.make is (torch.zeros if on_hopper in zeros else torch.empty)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "has_sink", "delta"),
+    [
+        (SPARSE, True, "output"),
+        (SPARSE, False, "workspace"),
+        (rows(64), True, "workspace"),
+    ],  # some rows have none
+    ids=repr,
+)
+def test_delta_is_an_output_where_the_gradient_of_a_sink_reads_it(monkeypatch, pattern, has_sink, delta):
+    from regard.engine.cuda import launches
+    from regard.engine.cuda.call import CallLayout, Task, contiguous, default
+    from regard.engine.cuda.hopper import launches as hopper
+
+    monkeypatch.setattr(launches, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "programs_at_a_time", lambda config, device: 8)
+    task = Task(pattern, 0, 1, 0.125, 0.0, None, default(64, 64, torch.bfloat16))
+    layouts, device = (contiguous(1, 2, 4096, 64),) * 5, torch.device("cpu")
+    call = CallLayout(task, layouts, torch.bfloat16, device, has_sink=has_sink)
+    outputs, program = launches.hopper_backward(call)
+    made = outputs((torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16),) * 3)
+    of_call = ["input"] * 6 + ["sink"] * has_sink + ["gradient"] * 3 + ["output"] * (len(made) - 3)
+    names = [*of_call, "seed", *["workspace"] * len(program.pieces)]
+    given = [dict(zip(launch.kernel.arg_names, pick(names))) for launch, pick, _ in program.launches]
+    assert {x["DELTA"] for x in given if "DELTA" in x} == {delta}  # of dq and of dk and dv
+
+
 @pytest.mark.parametrize(("order", "copies"), [("b n h d", 0), ("b h n d", 1)])
 def test_o_has_the_strides_of_q_so_a_model_with_heads_within_positions_copies_nothing(order, copies):
     from einops import rearrange
