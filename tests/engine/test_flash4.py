@@ -298,3 +298,9 @@ def test_sinks_are_handed_to_its_kernels_and_differentiated_twice(installed, mon
 )  # fmt: skip
 def test_windows_count_from_the_last_key(pattern, n, m, start, parts):
     assert list(flash4.parts_of(pattern, n, m, start)) == parts
+
+
+def test_a_few_queries_compute_no_more_pairs_than_they_have_keys():
+    """Eight queries from position 512 on, with 28 keys between them: less than the tiles of a long band."""
+    (part,) = flash4.parts_of(rg.window(10), 8, 1024, 512)
+    assert part.computed == 8 * 28
