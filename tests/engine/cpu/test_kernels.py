@@ -120,21 +120,18 @@ from regard.engine.attention import attention
 from regard.pattern import every, window
 
 q, k, v = (torch.randn(1, 8, 2048, 64, requires_grad=True) for _ in range(3))
-
-def pages():
-    for _ in range(5):
-        o = attention(q, k, v, window(64) | every(64), backend="tiles")
-        torch.autograd.grad(o, (q, k, v), o.detach())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-first = pages()
-print(pages() - first)
+pages = []
+for _ in range(8):
+    o = attention(q, k, v, window(64) | every(64), backend="tiles")
+    torch.autograd.grad(o, (q, k, v), o.detach())
+    pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(pages[-1] - pages[0])
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_calls_write_to_the_memory_that_earlier_calls_freed():
-    """q has 1,024 pages. Five calls took 0 to 550 fresh ones, and at least 6,000 where freed memory is returned."""
+    """The first call takes 18,000 fresh pages. The next seven took 2,000 to 4,100; without this, 15,600 or more."""
     done = new_process.run(CALLS)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2000
+    assert int(done.stdout) < 8000
