@@ -377,6 +377,16 @@ def test_a_compiled_graph_masks_what_no_progressions_describe():
     assert torch.allclose(got, rg.attention(q, k, v, p, backend="sdpa"), atol=1e-6)
 
 
+def test_the_estimate_of_one_query_grows_with_the_bytes_of_its_cache():
+    def seconds(**more):
+        given = {"device": "cuda", "dtype": torch.bfloat16, "heads": 8, "kv_heads": 2, "batch": 3} | more
+        return gpu_estimates.sdpa_dense(facts(rg.causal(), 1, 1 << 16, d_k=128, d_v=64, **given))
+
+    cache = 3 * 2 * (1 << 16) * (128 + 64) * 2
+    assert seconds() == pytest.approx(cache * gpu_estimates.READ_SDPA)
+    assert 4.8e12 / 2 < cache / seconds() < 4.8e12  # bytes per second of an H200's memory
+
+
 def test_past_one_launch_a_prepared_call_is_not_masked():
     """SDPA's mask of so many pairs is made anew in each call: 560 to 680 µs with backward on an H200, triton's 130 to
     210 (bench/results/gpu_experiments-2026-11-17.json)."""

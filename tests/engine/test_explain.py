@@ -11,7 +11,7 @@ from long_cases import in_long
 from random_calls import WORDS, observed, random_call
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED
-from regard.engine.explain import explain
+from regard.engine.explain import explain, facts_from
 from regard.errors import ShapeError
 
 
@@ -208,6 +208,19 @@ def test_words_for_other_numbers_of_batch_rows_are_named():
 def test_sizes_of_a_pattern_per_head_need_no_number_of_heads():
     heads = rg.per_head([rg.causal(), rg.causal(), rg.window(3)])
     assert explain(heads, n=20) == explain(heads, n=20, heads=3)
+
+
+def test_pairs_of_a_pattern_per_head_are_those_of_all_heads_and_of_batch_rows_that_data_tell_apart():
+    packed = rg.causal() & rg.documents(torch.stack([torch.zeros(64), torch.arange(64) // 16]).long())
+    found = explain(rg.per_head([packed, packed, rg.window(3)]), n=64, batch=2, backend="sdpa")
+    assert found.rows == 3 * 2
+    assert found.needed == found.pattern.count(64) == 2 * (2080 + 4 * 136) + 2 * (64 * 7 - 12)
+    assert found.computed == 3 * 2 * 64 * 64
+
+
+def test_sizes_alone_are_of_eight_heads_with_keys_and_values_of_their_own():
+    assert facts_from(rg.window(3), 20) == facts_from(rg.window(3), 20, heads=8, kv_heads=8, d_k=64, d_v=64)
+    assert facts_from(rg.window(3), 20, heads=6, d_k=5).kv_heads == 6
 
 
 def test_the_reason_against_gathered_keys_is_the_one_that_holds():

@@ -435,3 +435,9 @@ def test_its_backward_pass_adds_up_in_a_fixed_order_where_pytorch_is_told_to():
     finally:
         torch.use_deterministic_algorithms(False)
     assert orders == [False, True, False]
+
+
+def test_a_few_queries_compute_no_more_pairs_than_they_have_keys():
+    """Eight queries from position 512 on, with 28 keys between them: less than the tiles of a long band."""
+    (part,) = flash4.parts_of(rg.window(10), 8, 1024, 512)
+    assert part.computed == 8 * 28

@@ -8,9 +8,10 @@ from torch.autograd import gradgradcheck
 from torch.func import jacrev, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard.engine import reference_backend
+from regard.engine import reference_backend, sdpa
 from regard.engine.attention import _cache_key, attention
 from regard.engine.backends import PREPARED
+from regard.engine.call import Prepared
 from regard.engine.explain import explain
 from regard.errors import ShapeError, SpecError
 from regard.pattern import causal, documents, every, full, sinks, where, window
@@ -106,6 +107,19 @@ def test_a_mask_made_in_inference_serves_training():
         attention(*(x.detach() for x in inputs), window(1))
     attention(*(x.detach() for x in inputs), window(1))
     torch.autograd.grad(attention(*inputs, window(1)).sum(), inputs)
+    prepared = Prepared("sdpa", "masked", lambda: 49, build=lambda: torch.zeros(7, 7).add)
+    with torch.inference_mode():
+        mask = prepared.direct.__self__
+    assert not mask.is_inference()  # autograd could not save it
+
+
+def test_rows_of_a_prepared_mask_begin_at_multiples_of_16_bytes(monkeypatch):
+    masks, plain = [], sdpa._sdpa
+    monkeypatch.setattr(sdpa, "_sdpa", lambda *x, **named: (masks.append(x[3]), plain(*x, **named))[1])
+    for m in (8, 13, 15):
+        attention(*qkv(5, m, dtype=torch.float32, grad=False), window(1), backend="sdpa")
+    assert [x.shape[-1] for x in masks] == [8, 13, 15]
+    assert [x.stride(-2) for x in masks] == [8, 16, 16]  # also where a number has two bytes
 
 
 def test_autocast_is_not_passed_by():

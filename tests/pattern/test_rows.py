@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from regard.pattern import causal, count_rows, documents, every, full, lengths, selected, sinks, tree, window
+from regard.pattern import (
+    causal,
+    count_rows,
+    documents,
+    every,
+    full,
+    lengths,
+    per_head,
+    selected,
+    sinks,
+    tree,
+    window,
+)
 
 N, M, ROWS = 7, 11, 3
 OFFSETS, ENDS = torch.tensor([4, 0, 4]), torch.tensor([11, 5, 0])
@@ -43,3 +55,12 @@ def test_data_by_row_are_counted_with_the_keys_and_the_offset_of_their_row(at, s
 def test_data_of_all_rows_count_for_each():
     pattern = documents(torch.tensor([[0] * 4 + [1] * 7]))
     assert count_rows(pattern, N, M, ROWS) == ROWS * pattern.count(N, M)
+
+
+def test_heads_without_data_count_in_every_batch_row_that_the_data_of_others_tell_apart():
+    packed = documents(torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2, [2] * 11]))
+    heads = per_head([causal() & packed, window(2), packed])
+    allowed = heads.allowed(N, M)
+    assert allowed.shape == (ROWS, 3, N, M)
+    assert heads.count(N, M) == int(allowed.sum())
+    assert heads.row_counts(N, M).tolist() == allowed.sum((0, 1, 3)).tolist()

@@ -72,7 +72,7 @@ def explain(*arguments: Any, backend: str = "auto", **options: Any) -> Explanati
 
 
 def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
-    """The launches of a pattern per head, as one: pairs are of all heads."""
+    """The launches of a pattern per head, as one: pairs are of all heads, and of all batch rows of data."""
     pattern = facts.pattern
     assert isinstance(pattern, per_head)
     pattern.check_heads(facts.heads)
@@ -80,7 +80,7 @@ def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
     for head_pattern, heads, kv_heads in pattern.launches(facts.heads // facts.kv_heads):
         part = replace(facts, pattern=head_pattern, heads=len(heads), kv_heads=len(kv_heads))
         launch = _explain(part, backend)
-        launches.append((len(heads), launch))
+        launches.append((len(heads) * facts.data_rows // launch.rows, launch))
         numbers = ", ".join(map(str, heads[:6])) + (", …" if len(heads) > 6 else "")
         lines.append(
             f"heads {numbers:<10}{head_pattern!r}: {launch.backend}, {launch.variant}, {launch.waste:.2f} × needed"

@@ -59,8 +59,8 @@ class Recorder:
         """A table of vectors as it is now: position vectors, patch filters."""
         self.tables.append((step, name, vectors.detach().clone().cpu()))
 
-    def series(self, layer: int, head: int, number: str) -> list[tuple[int, float | None]]:
-        """One statistic of one head over the steps."""
+    def series(self, layer: int, head: int, number: str) -> list[tuple[int, float | list[float] | None]]:
+        """One statistic of one head over the steps; of two numbers where it is a center."""
         points = []
         for step, rows in self.heads:
             row = next((r for r in rows if (r["layer"], r["head"]) == (layer, head)), None)

@@ -96,12 +96,16 @@ class per_head(Pattern):
         return torch.stack(tables)
 
     def row_counts(self, n, m=None, at=None):
-        """How many keys each of the n queries may attend to, over all heads."""
-        return sum(pattern.row_counts(n, m, at) for pattern in self.patterns)
+        """How many keys each of the n queries may attend to, over all heads and batch rows that data tell apart."""
+        return sum(times * pattern.row_counts(n, m, at) for pattern, times in self._with_batch_rows())
 
     def count(self, n, m=None, at=None):
-        """How many pairs are allowed, over all heads."""
-        return sum(pattern.count(n, m, at) for pattern in self.patterns)
+        """How many pairs are allowed, over all heads and batch rows that data tell apart."""
+        return sum(times * pattern.count(n, m, at) for pattern, times in self._with_batch_rows())
+
+    def _with_batch_rows(self):
+        """Each head's pattern, and in how many batch rows it is the same while data of other heads differ."""
+        return [(pattern, self.data_shape[0] // pattern.data_shape[0]) for pattern in self.patterns]
 
     def same(self, other, n, m=None, at=None):
         others = other.patterns if isinstance(other, per_head) else (other,) * len(self.patterns)

@@ -89,7 +89,7 @@ class Axis:
 
     def index(self, position: PerQuery) -> Ints:
         """The first index at or after a position, within 0 … count."""
-        return np.clip(-((self.start - position) // self.step), 0, self.count)
+        return np.asarray(np.clip(-((self.start - position) // self.step), 0, self.count))
 
 
 @dataclass(frozen=True, eq=False)

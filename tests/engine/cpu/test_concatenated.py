@@ -17,7 +17,7 @@ from regard.engine.call import CallFacts
 from regard.engine.cpu import kernels, layout, strided_layout, tiles
 from regard.engine.cpu.backend import CONCATENATED, MERGED, variants
 from regard.engine.explain import explain
-from regard.pattern import blocks, causal, dilated, every, full, query_offset, sinks, strided, window
+from regard.pattern import blocks, causal, dilated, every, full, prefix, query_offset, sinks, strided, window
 from tile_cases import MIXED, WORDS, assert_as_exact, formula, tensors
 
 f32, f64 = torch.float32, torch.float64
@@ -108,6 +108,7 @@ def test_a_pattern_with_such_a_layout_is_the_formula(pattern):
 @given(patterns, st.integers(1, 70), st.integers(1, 70), offsets, st.sampled_from([4, 8, 24]))
 @example(window(4) - every(5), 70, 70, None, 4)
 @example(causal() & (window(9) | sinks(20)), 70, 70, None, 4)
+@example((causal() | prefix(12)) & blocks(4), 24, 24, None, 4)  # a fixed end between two tiles
 @settings(deadline=None)
 def test_the_layout_holds_each_allowed_pair_once_and_no_other(pattern, n, m, at, tile):
     if n > m and at is None:

@@ -2,12 +2,15 @@
 weights: reused from call to call, never by two at once, within bounds."""
 
 import ctypes
+import platform
 import sys
 from math import inf
 from threading import Thread
 
+import pytest
 import torch
 
+import new_process
 from regard import compat
 from regard.engine.cpu import kernels, tiles
 from tile_cases import tensors
@@ -109,3 +112,26 @@ def test_glibc_keeps_freed_memory_and_a_system_without_it_is_left_alone(monkeypa
     monkeypatch.setattr(sys, "platform", "darwin")
     keep()
     assert len(requested) == 2
+
+
+CALLS = """
+import resource, torch
+from regard.engine.attention import attention
+from regard.pattern import every, window
+
+q, k, v = (torch.randn(1, 8, 2048, 64, requires_grad=True) for _ in range(3))
+pages = []
+for _ in range(8):
+    o = attention(q, k, v, window(64) | every(64), backend="tiles")
+    torch.autograd.grad(o, (q, k, v), o.detach())
+    pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(pages[-1] - pages[0])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_calls_write_to_the_memory_that_earlier_calls_freed():
+    """The first call takes 18,000 fresh pages. The next seven took 2,000 to 4,100; without this, 15,600 or more."""
+    done = new_process.run(CALLS)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 8000

@@ -12,7 +12,7 @@ from regard.engine.cpu import strided_layout
 from regard.engine.cpu.layout import TileGroup
 from regard.engine.cpu.strided_layout import from_plans, layout, merged_layouts
 from regard.engine.plan import plan
-from regard.pattern import blocks, causal, every, full, prefix, rows, sinks, strided, window
+from regard.pattern import blocks, causal, dilated, every, full, prefix, rows, sinks, strided, window
 from regard.pattern.parts import NoPlan
 from tile_cases import MIXED, WORDS, check, small, tensors
 
@@ -37,6 +37,7 @@ tiles = st.sampled_from([4, 5, 8, 24])
 @example(window(4) - every(5), 70, 70, None, 4)  # masks that repeat with every fifth tile
 @example(causal() & (window(9) | sinks(20)), 70, 70, None, 4)  # a fixed end within some tiles
 @example(window(3) & ~prefix(30), 70, 70, None, 4)
+@example((causal() & prefix(16) | dilated(3, 2)) & blocks(4), 40, 40, None, 4)  # and between two tiles
 @example(every(3) & (blocks(6) | rows(5)), 70, 70, None, 5)  # shared keys, masks that differ
 @example(causal() & every(3), 70, 70, None, 4)
 def test_groups_hold_each_allowed_pair_once_and_no_other(pattern, n, m, at, tile):

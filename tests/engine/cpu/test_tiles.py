@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from long_cases import in_long, rows_in_long
 from pattern_strategies import offsets, patterns
@@ -182,6 +183,29 @@ def test_two_runs_agree_bit_for_bit():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
+
+
+class Products(TorchDispatchMode):
+    """Counts batched products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += function.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+        return function(*arguments, **(named or {}))
+
+
+def test_batch_rows_of_one_layout_run_in_the_same_products():
+    def products(b, lengths=None):
+        q, k, v = (x.detach() for x in tensors(b=b, h=1, h_kv=1))
+        with Products() as found:
+            attend(q, k, v, small(window(8) | every(16), 101), 0.4, lengths)
+        return found.count
+
+    assert products(3) == products(1) > 0
+    assert products(3, torch.tensor([101, 50, 70])) > products(1)  # each batch row has its own keys
 
 
 def test_any_memory_layout():

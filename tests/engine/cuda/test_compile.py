@@ -434,6 +434,16 @@ def test_the_general_kernels_run_what_those_for_hopper_cannot(monkeypatch):
     assert launches.takes_hopper(inputs._replace(tensors=(wide._replace(shape=(1, 8, 1 << 20, 128)),) * 3))
 
 
+@pytest.mark.parametrize(("dropout_p", "threshold"), [(0.0, 0), (0.25, 1 << 30), (1 - 2**-40, (1 << 32) - 1)])
+def test_the_threshold_of_dropout_has_32_bits_however_near_to_one_the_probability_is(dropout_p, threshold):
+    from regard.engine.cuda.call import CallLayout, Task, contiguous, default
+    from regard.engine.cuda.launches import _score_factors
+
+    task = Task(SPARSE, 0, 1, 0.125, dropout_p, None, default(64, 64, torch.bfloat16))
+    layouts = (contiguous(1, 2, 256, 64),) * 3
+    assert _score_factors(CallLayout(task, layouts, torch.bfloat16, torch.device("cpu")))[3] == threshold
+
+
 @pytest.mark.parametrize("on_hopper", [True, False])
 @pytest.mark.parametrize(
     ("pattern", "zeros"),
@@ -455,6 +465,33 @@ def test_counters_and_what_no_tile_writes_begin_with_zeros(monkeypatch, pattern,
     like = contiguous(1, 2, 8192, 64)
     _, program = launches.backward(CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu")))
     assert program.make is (torch.zeros if on_hopper in zeros else torch.empty)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "has_sink", "delta"),
+    [
+        (SPARSE, True, "output"),
+        (SPARSE, False, "workspace"),
+        (rows(64), True, "workspace"),
+    ],  # some rows have none
+    ids=repr,
+)
+def test_delta_is_an_output_where_the_gradient_of_a_sink_reads_it(monkeypatch, pattern, has_sink, delta):
+    from regard.engine.cuda import launches
+    from regard.engine.cuda.call import CallLayout, Task, contiguous, default
+    from regard.engine.cuda.hopper import launches as hopper
+
+    monkeypatch.setattr(launches, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "programs_at_a_time", lambda config, device: 8)
+    task = Task(pattern, 0, 1, 0.125, 0.0, None, default(64, 64, torch.bfloat16))
+    layouts, device = (contiguous(1, 2, 4096, 64),) * 5, torch.device("cpu")
+    call = CallLayout(task, layouts, torch.bfloat16, device, has_sink=has_sink)
+    outputs, program = launches.hopper_backward(call)
+    made = outputs((torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16),) * 3)
+    of_call = ["input"] * 6 + ["sink"] * has_sink + ["gradient"] * 3 + ["output"] * (len(made) - 3)
+    names = [*of_call, "seed", *["workspace"] * len(program.pieces)]
+    given = [dict(zip(launch.kernel.arg_names, pick(names))) for launch, pick, _ in program.launches]
+    assert {x["DELTA"] for x in given if "DELTA" in x} == {delta}  # of dq and of dk and dv
 
 
 @pytest.mark.parametrize(("order", "copies"), [("b n h d", 0), ("b h n d", 1)])

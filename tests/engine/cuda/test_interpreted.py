@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernel_cases import OTHERS, PREPARED, REPEATED, SHORT, SMALL, complaints, outcomes
-from regard.engine.call import Options
+from regard.engine.call import Extras, Options
 from regard.pattern import causal
 from triton_interpreter import needs_interpreter
 
@@ -70,5 +70,19 @@ def test_no_query_or_no_key_gives_zeros_and_minus_infinity(n, m):
     o, lse = host.forward(q, k, v, made)
     assert torch.equal(o, torch.zeros(1, 2, n, 3))
     assert torch.equal(lse, torch.full((1, 2, n), -torch.inf))
-    grads = host.backward((q, k, v, o, lse), (torch.ones_like(o), None), made)[:3]
-    assert all(map(torch.equal, grads, map(torch.zeros_like, (q, k, v))))
+    *grads, of_table, of_slopes, of_sink = host.backward((q, k, v, o, lse), (torch.ones_like(o), None), made)
+    assert all(map(torch.equal, grads, map(torch.zeros_like, (q, k, v)))) and len(grads) == 3
+    assert of_table is of_slopes is of_sink is None
+
+
+def test_a_bias_and_a_sink_have_gradients_of_zero_where_there_is_no_query_and_no_key():
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import task
+
+    q, k, v = (torch.zeros(1, 2, 0, d) for d in (4, 4, 3))
+    terms = torch.ones(2, 3), torch.ones(2), torch.ones(2)
+    extras = Extras(*terms[:2], lengths=torch.zeros(1, dtype=torch.int32), sink=terms[2])
+    made = task(q, v, Options(causal(), 0, 1, 0.5), extras)
+    saved = q, k, v, *host.forward(q, k, v, made, extras)
+    grads = host.backward(saved, (torch.ones(1, 2, 0, 3), None), made, extras, bias_gradient=True)
+    assert all(map(torch.equal, grads, map(torch.zeros_like, (q, k, v, *terms)))) and len(grads) == 6

@@ -300,7 +300,7 @@ def _in_rounds(size: Ints, programs: int, dynamic_share: float, tiles_each: int,
         tiles = tiles[np.argsort(-size[tiles], kind="stable")]
         idle = np.argsort(load, kind="stable")[: len(tiles)]
         program_of[tiles] = idle
-        load[idle] += size[tiles] + 1
+        load[idle] += size[tiles]
     program_of[order[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
     return program_of
 
