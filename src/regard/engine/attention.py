@@ -378,9 +378,8 @@ def check(call: Call) -> Call:
     if q.shape[-1] != k.shape[-1]:
         raise ShapeError(f"queries are {q.shape[-1]} wide and keys {k.shape[-1]}; q·k needs one width d_k")
     if k.shape[:3] != v.shape[:3]:
-        raise ShapeError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; they need the same batch, heads and positions"
-        )
+        both = f"k is {tuple(k.shape)} and v {tuple(v.shape)}"
+        raise ShapeError(f"{both}; they need the same batch, heads and positions")
     if q.shape[0] != k.shape[0]:
         raise ShapeError(
             f"a batch of {q.shape[0]} queries over a batch of {k.shape[0]} keys; give both the same"

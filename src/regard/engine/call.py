@@ -20,6 +20,7 @@ from ..reference import Ties, default_scale
 
 Bias = ByDistance | Tensor | None
 T = TypeVar("T")
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k, v) → o
 Outputs = tuple[Tensor, Tensor | None]  # o, and the log-sum-exp where it was computed
 Place = tuple[Pattern, int, int, int, int]  # pattern, n, m, start, step: what a plan depends on
 
@@ -269,31 +270,19 @@ class CallFacts:
 
 def facts_of(call: Call) -> CallFacts:
     """The facts of a call whose arguments were checked and normalized."""
-    by_distance = isinstance(call.bias, ByDistance)
     bias_tensors = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
     batch, heads, n, d_k = call.q.shape
     sizes = n, call.m, d_k, call.v.shape[-1], batch, heads, call.k.shape[1]
+    same = {name: getattr(call, name) for name in ("scale", "softcap", "dropout_p", "return_lse")}
     return CallFacts(
-        call.pattern,
-        *sizes,
-        call.q.dtype,
-        str(call.q.device),
-        at=None if isinstance(call.at, Tensor) else call.at,
-        row_offsets=isinstance(call.at, Tensor),
-        table=call.table is not None,
-        lengths=call.lengths is not None,
-        left_padding=call.lengths is not None and call.lengths.dim() == 2,
-        bias="none" if call.bias is None else "distance" if by_distance else "tensor",
-        bias_grad=needs_grad(*bias_tensors),
-        scale=call.scale,
-        softcap=call.softcap,
-        dropout_p=call.dropout_p,
-        return_lse=call.return_lse,
-        sink_logits=call.sink_logits is not None,
-        grad=needs_grad(call.q, call.k, call.v, call.sink_logits),
-        observed=not eager(call.q, call.k, call.v),
-        higher=compat.higher_derivatives(),
-    )
+        call.pattern, *sizes, call.q.dtype, str(call.q.device), **same,
+        at=None if isinstance(call.at, Tensor) else call.at, row_offsets=isinstance(call.at, Tensor),
+        table=call.table is not None, sink_logits=call.sink_logits is not None,
+        lengths=call.lengths is not None, left_padding=call.lengths is not None and call.lengths.dim() == 2,
+        bias="none" if call.bias is None else "distance" if isinstance(call.bias, ByDistance) else "tensor",
+        bias_grad=needs_grad(*bias_tensors), grad=needs_grad(call.q, call.k, call.v, call.sink_logits),
+        observed=not eager(call.q, call.k, call.v), higher=compat.higher_derivatives(),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,9 +332,7 @@ class Cache(dict[Any, Any]):
         return value
 
 
-def zero_rows(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], empty: Tensor
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def zero_rows(attend: Attend, empty: Tensor) -> Attend:
     """The same function with zeros in the rows of queries that have no allowed key."""
     if not bool(empty.any()):
         return attend
