@@ -74,6 +74,8 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
                     f"{name} is a {kind} tensor; give a dense one: a padded batch with lengths=, or rows one after "
                     "the other with pattern=rg.documents(ids)"
                 )
+            if name in ("sink_logits", "bias") and x.is_complex():
+                raise ShapeError(f"{name} is {x.dtype}; scores are real numbers: give {name}.real")
             continue
         if x is None and name not in "xqkv":
             continue

@@ -62,6 +62,11 @@ def test_nested_tensors_are_refused_in_words(layout, place):
         ({"bias": np.zeros((5, 5))}, r"^bias is of type ndarray"),
         ({"bias": [[0.0] * 5] * 5}, r"^bias is of type list"),
         ({"sink_logits": [0.0, 1.0]}, r"^sink_logits is of type list"),
+        (
+            {"sink_logits": torch.zeros(2, dtype=torch.complex64)},
+            r"^sink_logits is torch\.complex64; scores are real",
+        ),
+        ({"bias": torch.zeros(5, 5, dtype=torch.complex64)}, r"^bias is torch\.complex64; scores are real"),
     ],
 )
 def test_options_that_are_no_tensors_are_refused_in_words(options, message):
@@ -79,6 +84,9 @@ def test_options_that_are_no_tensors_are_refused_in_words(options, message):
         ),
         ({"at": (1, 2, 3)}, r"^at=\(1, 2, 3\): use a whole number"),
         ({"at": "x"}, r"^at='x': use a whole number"),
+        ({"at": (0.5, 1)}, r"^at=\(0\.5, 1\): use a whole number"),
+        ({"at": (0, 1.5)}, r"^at=\(0, 1\.5\): use a whole number"),
+        ({"at": ("x", 1)}, r"^at=\('x', 1\): use a whole number"),
         ({"dropout_p": "x"}, r"^dropout_p='x' is not a number in \[0, 1\)$"),
     ],
 )

@@ -465,7 +465,8 @@ def _sizes(n: Any, m: Any) -> tuple[int, int]:
 
 def query_offset(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, int]:
     """(start, step): query r of n over m keys is at position start + step · r."""
-    if not (at is None or hasattr(at, "__index__") or (isinstance(at, tuple) and len(at) == 2)):
+    numbers = at if isinstance(at, tuple) and len(at) == 2 else (at,)
+    if not (at is None or all(isinstance(x, int) or hasattr(x, "__index__") for x in numbers)):
         raise SpecError(f"at={at!r}: use a whole number, (start, step), or a tensor with one per batch row")
     if isinstance(at, tuple):
         start, step = at
