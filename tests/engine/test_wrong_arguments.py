@@ -144,6 +144,29 @@ def test_a_scale_is_a_number(scale):
     assert str(error.value) == f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k"
 
 
+@pytest.mark.parametrize("mask", [torch.zeros, lambda *shape: torch.ones(shape, dtype=torch.bool)])
+def test_masks_of_more_or_fewer_axes_broadcast_or_are_refused_in_words(mask):
+    def run(x, *shape):
+        given = mask(*shape)
+        return (
+            rg.attention(x, x, x, given) if given.dtype == torch.bool else rg.attention(x, x, x, bias=given)
+        )
+
+    five = X.expand(3, 2, 2, 5, 4)
+    torch.testing.assert_close(run(X[0], 1, 2, 5, 5), rg.attention(X[0], X[0], X[0]))
+    torch.testing.assert_close(run(five, 2, 1, 5, 5), rg.attention(five, five, five))
+    for x, shape in (
+        (X[0], (3, 2, 5, 5)),
+        (five, (4, 1, 2, 5, 5)),
+        (five, (3, 1, 5, 5)),
+        (X, (1, 1, 2, 2, 5, 5)),
+    ):
+        with pytest.raises(
+            rg.ShapeError, match=r"has shape \(.*\), which does not broadcast to \(batch, heads"
+        ):
+            run(x, *shape)
+
+
 def test_no_keys_no_queries_and_no_rows_are_fine():
     assert rg.attention(X, X[:, :, :0], X[:, :, :0]).abs().sum() == 0
     assert rg.attention(X[:, :, :0], X, X).shape == (2, 2, 0, 4)

@@ -291,9 +291,9 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _flattened(x: Any, front: tuple[int, ...]) -> Any:
     """A table or bias that broadcasts to (*front, n, m), with one batch axis."""
-    if not isinstance(x, Tensor) or x.dim() <= 3 or len(front) == 2:
-        return x
-    return x.expand(*front[:-1], *x.shape[-3:]).flatten(0, -4)
+    is_longer = isinstance(x, Tensor) and x.dim() > 3 and len(front) > 2
+    fits = is_longer and broadcasts(x.shape[:-3], front[:-1])  # `check` says what does not
+    return x.expand(*front[:-1], *x.shape[-3:]).flatten(0, -4) if fits else x
 
 
 # Arguments that change nothing.
