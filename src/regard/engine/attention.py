@@ -111,6 +111,9 @@ def _run(call: Call, backend: str, keep: Callable[[Any], Any] | None = None) -> 
     if call.q.shape[1] == 0:  # no heads: an empty result of the right shape
         o = call.q @ call.k.mT @ call.v
         return o, o.sum(-1)
+    if call.v.shape[-1] == 0:  # weights and their log-sum-exp, as of values with one component
+        o, lse = _run(replaced(call, v=call.v.sum(-1, keepdim=True)), backend)
+        return o[..., :0], lse
     prepared = choose(facts_of(call), backend)
     if keep is not None and prepared.build is not None:
         keep(prepared.direct)
@@ -349,8 +352,11 @@ def _allows_all(table: Tensor) -> bool:
 
 def normalized(call: Call) -> Call:
     """The same call without the default scale, an infinite softcap, an offset that nothing reads or `ties` that
-    cannot occur, and with a scale above 0."""
+    cannot occur, and with a scale above 0 and at least one component."""
     changes: dict[str, Any] = {}
+    if call.q.shape[-1] == 0:  # products of 0, as of one component of 0
+        q, k = (x.sum(-1, keepdim=True) for x in (call.q, call.k))
+        call = replaced(call, q=q, k=k, scale=call.scale if call.hard else None)
     if call.softcap is not None:
         changes["softcap"] = None if call.softcap == inf else float(call.softcap)
     if isinstance(call.pattern, per_head) and len(set(call.pattern.patterns)) == 1:
@@ -358,7 +364,7 @@ def normalized(call: Call) -> Call:
     if not call.hard and call.ties != "share":
         changes["ties"] = "share"
     scale, d_k = call.scale, call.q.shape[-1]
-    if scale is not None and d_k and scale in (d_k**-0.5, 1 / sqrt(d_k)):
+    if scale is not None and scale in (d_k**-0.5, 1 / sqrt(d_k)):
         changes["scale"] = None
     elif scale is not None and scale <= 0:  # PyTorch's causal CPU kernel would give NaN (0 · −∞)
         changes |= {"q": -call.q, "scale": -scale} if scale < 0 else {"q": 0 * call.q, "scale": 1.0}

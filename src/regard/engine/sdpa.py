@@ -112,7 +112,7 @@ def _is_direct(f: CallFacts) -> bool:
 def _direct_function(f: CallFacts, mask: Tensor | None, is_causal: bool) -> Attend:
     """With a mask that is added."""
     scale, on_cpu, groups = f.factor, f.device_type == "cpu", f.heads != f.kv_heads
-    if f.grad and on_cpu and f.pairs and f.d_k and (f.d_k != f.d_v or not compat.can_read_flash_node()):
+    if f.grad and on_cpu and f.pairs and (f.d_k != f.d_v or not compat.can_read_flash_node()):
         return lambda q, k, v: _Fused.apply(q, k, v, mask, is_causal, scale)
     repeats = groups and _repeats(f.device_type, f.dtype, mask is not None and f.grad)
 
@@ -153,6 +153,7 @@ def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
     """softmax(scale · q kᵀ + bias) v over the allowed pairs."""
     call = call.hide()
     rounds = isinstance(call.bias, ByDistance) and call.q.dtype.itemsize == 2  # which hold no large distance
+    rounds = rounds and (compat.sizes_are_symbols() or call.m > 0)
     allowed, bias = call.allowed(), call.dense_bias(torch.float32 if rounds else None)
     mask, empty = allowed, None
     # What SDPA gives for a row of −∞ differs by kernel: let such a row attend to all keys, then clear it.
