@@ -227,7 +227,7 @@ def require_device(call: Any) -> None:
     named = {"bias": bias} if not hasattr(bias, "slopes") else {"table": bias.table, "slopes": bias.slopes}
     named |= {"pattern": call.table, "sink_logits": call.sink_logits, "lengths": call.lengths, "at": call.at}
     for name, x in named.items():
-        there = getattr(x, "device", q.device)
+        there = q.device if isinstance(x, int) else getattr(x, "device", q.device)
         if isinstance(there, str) or there == q.device:  # numbers of NumPy say "cpu"
             continue
         if not (name in ("lengths", "at") and there.type == "cpu"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf, isnan, prod, sqrt
+from math import inf, prod, sqrt
 from typing import Any
 
 import torch
@@ -317,7 +317,7 @@ def without_defaults(
     (b, h, n, _), m = q.shape, k.shape[2]
     if at is not None and n <= m:
         at = without_default_offset(_common_offset(at, b), n, m)
-    if lengths is not None and b and readable(lengths):
+    if lengths is not None and readable(lengths) and b:
         rows = lengths.tolist()
         if rows == [m] * b or rows == [[0, m]] * b:
             lengths = None
@@ -405,7 +405,7 @@ def _check_extras(call: Call) -> None:
             f"lengths has shape {shape}; one per batch row is needed: ({b},), or ({b}, 2) with the "
             "first visible key and the end"
         )
-    if call.lengths is not None and b and readable(call.lengths):
+    if call.lengths is not None and readable(call.lengths) and b:
         low, high = (int(x) for x in call.lengths.aminmax())
         if low < 0 or high > m:
             raise ShapeError(
@@ -454,7 +454,7 @@ def _check_extras(call: Call) -> None:
         for x in (call.bias.table, call.bias.slopes):
             if x is not None and x.shape[0] != q.shape[1]:
                 raise ShapeError(f"a bias by distance for {x.shape[0]} heads, and q has {q.shape[1]}")
-    if call.scale is not None and isnan(call.scale):
+    if call.scale != call.scale:  # as a compiler reads it, too
         raise SpecError("scale=nan is not a number; use None for 1/√d_k")
     if call.scale == -inf:
         raise SpecError("scale=-inf has no meaning; scale=inf is hard attention")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from math import inf, isinf, prod
+from math import inf, prod
 from operator import and_
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -58,7 +58,7 @@ class Call:
 
     @property
     def hard(self) -> bool:
-        return self.scale is not None and isinf(self.scale)
+        return self.scale == inf
 
     @property
     def factor(self) -> float:

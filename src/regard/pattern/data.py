@@ -76,7 +76,7 @@ class documents(Data):
         i = i.clamp(0, last)
         if ids.dim() == 1:
             return (ids[i] == ids[j]) & inside
-        b = torch.arange(len(ids), device=ids.device)[:, None, None, None]
+        b = torch.arange(ids.shape[0], device=ids.device)[:, None, None, None]
         return (ids[b, i] == ids[b, j]) & inside
 
     def row_mask(self, inside):
@@ -127,7 +127,7 @@ class lengths(Data):
 
     @property
     def varies(self):
-        return len(self.l), 1
+        return self.l.shape[0], 1
 
     @property
     def by_row(self):
@@ -192,7 +192,7 @@ class tree(Data):
         i = i.clamp(0, last)
         if first.dim() == 1:
             return _below(first[i], first[j], end[j]) & inside
-        b = torch.arange(len(first), device=first.device)[:, None, None, None]
+        b = torch.arange(first.shape[0], device=first.device)[:, None, None, None]
         return _below(first[b, i], first[b, j], end[b, j]) & inside
 
     def row_mask(self, inside):
@@ -343,7 +343,7 @@ class selected(Data):
         r, c = _entry(listed, i // self.size, j // self.size)
         if listed.dim() == 2:
             return listed[r, c]
-        b = torch.arange(len(listed), device=listed.device)[:, None, None, None]
+        b = torch.arange(listed.shape[0], device=listed.device)[:, None, None, None]
         if listed.dim() == 3:
             return listed[b, r, c]
         h = torch.arange(listed.shape[1], device=listed.device)[:, None, None]
