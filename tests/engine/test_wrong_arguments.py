@@ -101,6 +101,18 @@ def test_a_softcap_is_a_number(cap):
         rg.attention(X, X, X, softcap=cap)
 
 
+class WithoutMemory(torch.Tensor):
+    """A bias to which nothing can be added: there is no memory for the sum."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add):
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 720000000000 bytes"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def test_a_table_that_does_not_fit_the_memory_says_what_it_needs():
     def fn(i, j):
         raise RuntimeError(
@@ -113,6 +125,11 @@ def test_a_table_that_does_not_fit_the_memory_says_what_it_needs():
         "where(fn) over 5 queries and 5 keys needs a table of 0.0 GiB, and several times as much while it is made: "
         "more than there is. Declare it by words (rg.window, rg.every, …), or compute fewer queries at a time (at=)"
     )
+
+    with pytest.raises(
+        rg.BackendError, match=r"^causal\(\) over 5 queries and 5 keys needs a table of 0\.0 GiB"
+    ):
+        rg.attention(X, X, X, rg.causal(), bias=WithoutMemory(torch.zeros(5, 5)), softcap=2.0)
 
     def broken(i, j):
         raise RuntimeError("another reason")

@@ -1,6 +1,7 @@
 """One attention call: its tensors (Call); what a backend decides by (CallFacts); what runs it (Prepared)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from math import inf, prod
@@ -314,7 +315,11 @@ class Prepared:
         if self.build is not None:
             return self.direct(call.q, call.k, call.v, *call.row_extras()), None
         assert self.run is not None
-        return self.run(call)
+        if self.variant not in ("masked", "formula"):  # which hold n × m numbers
+            return self.run(call)
+        heads = 1 if self.variant == "masked" and call.bias is None else call.q.shape[1]
+        with memory_named(call.pattern, call.n, call.m, heads * call.q.dtype.itemsize):
+            return self.run(call)
 
 
 class Cache(dict[Any, Any]):
@@ -397,19 +402,26 @@ def dense(pattern: Pattern, n: int, m: int, at: At | Tensor, like: Tensor) -> Bo
     # Fake tensors and those of a transform must not be cached.
     if type(like) is not Tensor or compat.sizes_are_symbols() or compat.transforms_active():
         return pattern.allowed(n, m, at, like.device)
-    try:
-        if isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:
+    if isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:
+        with memory_named(pattern, n, m):
             return pattern.allowed(n, m, at, like.device)
-        if type(table := _dense(pattern, n, m, at, like.device)) is not Tensor:  # FakeTensorMode made it
-            _dense.cache_clear()
-        return table
+    if type(table := _dense(pattern, n, m, at, like.device)) is not Tensor:  # FakeTensorMode made it
+        _dense.cache_clear()
+    return table
+
+
+@contextmanager
+def memory_named(pattern: Pattern, n: int, m: int, pair: int = 1) -> Iterator[None]:
+    """Where memory runs out, the error says how much a table would need. pair: bytes of a pair."""
+    try:
+        yield
     except RuntimeError as error:
         if "allocate memory" not in str(error) and "out of memory" not in str(error):
             raise
         raise BackendError(
-            f"{pattern!r} over {n:,} queries and {m:,} keys needs a table of {n * m / 2**30:,.1f} GiB, and several "
-            "times as much while it is made: more than there is. Declare it by words (rg.window, rg.every, …), or "
-            "compute fewer queries at a time (at=)"
+            f"{pattern!r} over {n:,} queries and {m:,} keys needs a table of {n * m * pair / 2**30:,.1f} GiB, and "
+            "several times as much while it is made: more than there is. Declare it by words (rg.window, rg.every, "
+            "…), or compute fewer queries at a time (at=)"
         ) from error
 
 
