@@ -245,6 +245,13 @@ class CallFacts:
         return self.n == self.m or self.n == 1
 
     @property
+    def makes_table(self) -> bool:
+        """Whether a mask for PyTorch's attention would be the first large n × m tensor of the call."""
+        given = self.pattern.has_data or self.table or self.bias == "tensor" or self.n * self.m <= 1 << 22
+        of_keys = isinstance(self.pattern, full) and self.bias == "none"  # lengths alone: m entries for a row
+        return not (given or of_keys or self.unmasked)
+
+    @property
     def only_pattern(self) -> bool:
         """Whether the call is three tensors and a pattern without tensors, and nothing else."""
         extras = self.table or self.lengths or self.bias != "none" or self.dropout_p or self.needs_lse
