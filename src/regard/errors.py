@@ -74,6 +74,8 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
                     f"{name} is a {kind} tensor; give a dense one: a padded batch with lengths=, or rows one after "
                     "the other with pattern=rg.documents(ids)"
                 )
+            if name in ("sink_logits", "bias") and x.is_complex():
+                raise ShapeError(f"{name} is {x.dtype}; scores are real numbers: give {name}.real")
             continue
         if x is None and name not in "xqkv":
             continue
@@ -225,7 +227,7 @@ def require_device(call: Any) -> None:
     named = {"bias": bias} if not hasattr(bias, "slopes") else {"table": bias.table, "slopes": bias.slopes}
     named |= {"pattern": call.table, "sink_logits": call.sink_logits, "lengths": call.lengths, "at": call.at}
     for name, x in named.items():
-        there = getattr(x, "device", q.device)
+        there = q.device if isinstance(x, int) else getattr(x, "device", q.device)
         if isinstance(there, str) or there == q.device:  # numbers of NumPy say "cpu"
             continue
         if not (name in ("lengths", "at") and there.type == "cpu"):

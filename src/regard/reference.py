@@ -9,7 +9,7 @@
 Rows are positions. `attend_columns` has features × positions instead, as some papers write.
 """
 
-from math import inf, isinf
+from math import inf
 from typing import Literal, NamedTuple
 
 import torch
@@ -149,7 +149,7 @@ def attend(
     scale=∞ is hard attention: the limit of softmax(t · (q·k/√d_k + bias)), t → ∞. Only v gets a
     gradient, and the log-sum-exp is NaN.
     """
-    hard = scale is not None and isinf(scale)
+    hard = scale == inf
     if scale == -inf:
         raise SpecError(
             f"scale={scale}: only +inf is defined, as hard attention; negate q to select the smallest score"

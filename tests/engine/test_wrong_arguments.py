@@ -62,6 +62,11 @@ def test_nested_tensors_are_refused_in_words(layout, place):
         ({"bias": np.zeros((5, 5))}, r"^bias is of type ndarray"),
         ({"bias": [[0.0] * 5] * 5}, r"^bias is of type list"),
         ({"sink_logits": [0.0, 1.0]}, r"^sink_logits is of type list"),
+        (
+            {"sink_logits": torch.zeros(2, dtype=torch.complex64)},
+            r"^sink_logits is torch\.complex64; scores are real",
+        ),
+        ({"bias": torch.zeros(5, 5, dtype=torch.complex64)}, r"^bias is torch\.complex64; scores are real"),
     ],
 )
 def test_options_that_are_no_tensors_are_refused_in_words(options, message):
@@ -79,6 +84,9 @@ def test_options_that_are_no_tensors_are_refused_in_words(options, message):
         ),
         ({"at": (1, 2, 3)}, r"^at=\(1, 2, 3\): use a whole number"),
         ({"at": "x"}, r"^at='x': use a whole number"),
+        ({"at": (0.5, 1)}, r"^at=\(0\.5, 1\): use a whole number"),
+        ({"at": (0, 1.5)}, r"^at=\(0, 1\.5\): use a whole number"),
+        ({"at": ("x", 1)}, r"^at=\('x', 1\): use a whole number"),
         ({"dropout_p": "x"}, r"^dropout_p='x' is not a number in \[0, 1\)$"),
     ],
 )
@@ -93,6 +101,18 @@ def test_a_softcap_is_a_number(cap):
         rg.attention(X, X, X, softcap=cap)
 
 
+class WithoutMemory(torch.Tensor):
+    """A bias to which nothing can be added: there is no memory for the sum."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add):
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 720000000000 bytes"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def test_a_table_that_does_not_fit_the_memory_says_what_it_needs():
     def fn(i, j):
         raise RuntimeError(
@@ -105,6 +125,11 @@ def test_a_table_that_does_not_fit_the_memory_says_what_it_needs():
         "where(fn) over 5 queries and 5 keys needs a table of 0.0 GiB, and several times as much while it is made: "
         "more than there is. Declare it by words (rg.window, rg.every, …), or compute fewer queries at a time (at=)"
     )
+
+    with pytest.raises(
+        rg.BackendError, match=r"^causal\(\) over 5 queries and 5 keys needs a table of 0\.0 GiB"
+    ):
+        rg.attention(X, X, X, rg.causal(), bias=WithoutMemory(torch.zeros(5, 5)), softcap=2.0)
 
     def broken(i, j):
         raise RuntimeError("another reason")
@@ -134,6 +159,29 @@ def test_a_scale_is_a_number(scale):
     with pytest.raises(rg.SpecError) as error:
         rg.attention(X, X, X, scale=scale)
     assert str(error.value) == f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k"
+
+
+@pytest.mark.parametrize("mask", [torch.zeros, lambda *shape: torch.ones(shape, dtype=torch.bool)])
+def test_masks_of_more_or_fewer_axes_broadcast_or_are_refused_in_words(mask):
+    def run(x, *shape):
+        given = mask(*shape)
+        return (
+            rg.attention(x, x, x, given) if given.dtype == torch.bool else rg.attention(x, x, x, bias=given)
+        )
+
+    five = X.expand(3, 2, 2, 5, 4)
+    torch.testing.assert_close(run(X[0], 1, 2, 5, 5), rg.attention(X[0], X[0], X[0]))
+    torch.testing.assert_close(run(five, 2, 1, 5, 5), rg.attention(five, five, five))
+    for x, shape in (
+        (X[0], (3, 2, 5, 5)),
+        (five, (4, 1, 2, 5, 5)),
+        (five, (3, 1, 5, 5)),
+        (X, (1, 1, 2, 2, 5, 5)),
+    ):
+        with pytest.raises(
+            rg.ShapeError, match=r"has shape \(.*\), which does not broadcast to \(batch, heads"
+        ):
+            run(x, *shape)
 
 
 def test_no_keys_no_queries_and_no_rows_are_fine():

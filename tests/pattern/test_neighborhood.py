@@ -140,6 +140,11 @@ def test_one_number_serves_all_axes():
             "neighborhood: grid has 0; whole numbers >= 1 are needed",
         ),
         (
+            lambda: rg.neighborhood((4, 4), 3, causal=(True, 2)),
+            SpecError,
+            "neighborhood: causal has 2; True or False is needed",
+        ),
+        (
             lambda: rg.neighborhood((4, 4), 3, border="wrapped"),
             SpecError,
             "neighborhood: border='wrapped'; use 'clipped' or 'shifted'",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf, isnan, prod, sqrt
+from math import inf, prod, sqrt
 from typing import Any
 
 import torch
@@ -112,6 +112,9 @@ def _run(call: Call, backend: str, keep: Callable[[Any], Any] | None = None) -> 
     if call.q.shape[1] == 0:  # no heads: an empty result of the right shape
         o = call.q @ call.k.mT @ call.v
         return o, o.sum(-1)
+    if call.v.shape[-1] == 0:  # weights and their log-sum-exp, as of values with one component
+        o, lse = _run(replaced(call, v=call.v.sum(-1, keepdim=True)), backend)
+        return o[..., :0], lse
     prepared = choose(facts_of(call), backend)
     if keep is not None and prepared.build is not None:
         keep(prepared.direct)
@@ -292,9 +295,9 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _flattened(x: Any, front: tuple[int, ...]) -> Any:
     """A table or bias that broadcasts to (*front, n, m), with one batch axis."""
-    if not isinstance(x, Tensor) or x.dim() <= 3 or len(front) == 2:
-        return x
-    return x.expand(*front[:-1], *x.shape[-3:]).flatten(0, -4)
+    is_longer = isinstance(x, Tensor) and x.dim() > 3 and len(front) > 2
+    fits = is_longer and broadcasts(x.shape[:-3], front[:-1])  # `check` says what does not
+    return x.expand(*front[:-1], *x.shape[-3:]).flatten(0, -4) if fits else x
 
 
 # Arguments that change nothing.
@@ -315,7 +318,7 @@ def without_defaults(
     (b, h, n, _), m = q.shape, k.shape[2]
     if at is not None and n <= m:
         at = without_default_offset(_common_offset(at, b), n, m)
-    if lengths is not None and b and readable(lengths):
+    if lengths is not None and readable(lengths) and b:
         rows = lengths.tolist()
         if rows == [m] * b or rows == [[0, m]] * b:
             lengths = None
@@ -350,8 +353,11 @@ def _allows_all(table: Tensor) -> bool:
 
 def normalized(call: Call) -> Call:
     """The same call without the default scale, an infinite softcap, an offset that nothing reads or `ties` that
-    cannot occur, and with a scale above 0."""
+    cannot occur, and with a scale above 0 and at least one component."""
     changes: dict[str, Any] = {}
+    if call.q.shape[-1] == 0:  # products of 0, as of one component of 0
+        q, k = (x.sum(-1, keepdim=True) for x in (call.q, call.k))
+        call = replaced(call, q=q, k=k, scale=call.scale if call.hard else None)
     if call.softcap is not None:
         changes["softcap"] = None if call.softcap == inf else float(call.softcap)
     if isinstance(call.pattern, per_head) and len(set(call.pattern.patterns)) == 1:
@@ -359,7 +365,7 @@ def normalized(call: Call) -> Call:
     if not call.hard and call.ties != "share":
         changes["ties"] = "share"
     scale, d_k = call.scale, call.q.shape[-1]
-    if scale is not None and d_k and scale in (d_k**-0.5, 1 / sqrt(d_k)):
+    if scale is not None and scale in (d_k**-0.5, 1 / sqrt(d_k)):
         changes["scale"] = None
     elif scale is not None and scale <= 0:  # PyTorch's causal CPU kernel would give NaN (0 · −∞)
         changes |= {"q": -call.q, "scale": -scale} if scale < 0 else {"q": 0 * call.q, "scale": 1.0}
@@ -379,9 +385,8 @@ def check(call: Call) -> Call:
     if q.shape[-1] != k.shape[-1]:
         raise ShapeError(f"queries are {q.shape[-1]} wide and keys {k.shape[-1]}; q·k needs one width d_k")
     if k.shape[:3] != v.shape[:3]:
-        raise ShapeError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; they need the same batch, heads and positions"
-        )
+        both = f"k is {tuple(k.shape)} and v {tuple(v.shape)}"
+        raise ShapeError(f"{both}; they need the same batch, heads and positions")
     if q.shape[0] != k.shape[0]:
         raise ShapeError(
             f"a batch of {q.shape[0]} queries over a batch of {k.shape[0]} keys; give both the same"
@@ -401,7 +406,7 @@ def _check_extras(call: Call) -> None:
             f"lengths has shape {shape}; one per batch row is needed: ({b},), or ({b}, 2) with the "
             "first visible key and the end"
         )
-    if call.lengths is not None and b and readable(call.lengths):
+    if call.lengths is not None and readable(call.lengths) and b:
         low, high = (int(x) for x in call.lengths.aminmax())
         if low < 0 or high > m:
             raise ShapeError(
@@ -450,7 +455,7 @@ def _check_extras(call: Call) -> None:
         for x in (call.bias.table, call.bias.slopes):
             if x is not None and x.shape[0] != q.shape[1]:
                 raise ShapeError(f"a bias by distance for {x.shape[0]} heads, and q has {q.shape[1]}")
-    if call.scale is not None and isnan(call.scale):
+    if call.scale != call.scale:  # as a compiler reads it, too
         raise SpecError("scale=nan is not a number; use None for 1/√d_k")
     if call.scale == -inf:
         raise SpecError("scale=-inf has no meaning; scale=inf is hard attention")

@@ -150,12 +150,14 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
             times.append((backend.estimate(f), backend))
     times = sorted((pair for pair in times if not isinf(pair[0])), key=lambda pair: pair[0])
     # SDPA's CUDA kernel for masks computes a float32 product by three in TF32; dq was off by 1.2 × the tolerance.
-    if device == "cuda" and f.grad and f.dtype == torch.float32 and not f.unmasked:
+    rounds = device == "cuda" and f.grad and f.dtype == torch.float32 and not f.unmasked
+    if rounds or (device == "cuda" and f.makes_table):
         rounding = "sdpa's kernel for masks rounds gradients in float32 more than the formula does"
         if without_sdpa := [pair for pair in times if pair[1].name != "sdpa"]:
-            reasons += [rounding] if len(without_sdpa) < len(times) else []
+            why = rounding if rounds else "sdpa would hold a table of all pairs"
+            reasons += [why] if len(without_sdpa) < len(times) else []
             times = without_sdpa
-        elif times:
+        elif times and rounds:
             reasons.append(f"{rounding}: backend='reference' is more exact, and slower")
     if len(times) > 1:
         (shortest, _), (next_time, runner_up), *_ = times

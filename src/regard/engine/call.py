@@ -1,9 +1,10 @@
 """One attention call: its tensors (Call); what a backend decides by (CallFacts); what runs it (Prepared)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from math import inf, isinf, prod
+from math import inf, prod
 from operator import and_
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from ..reference import Ties, default_scale
 
 Bias = ByDistance | Tensor | None
 T = TypeVar("T")
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k, v) → o
 Outputs = tuple[Tensor, Tensor | None]  # o, and the log-sum-exp where it was computed
 Place = tuple[Pattern, int, int, int, int]  # pattern, n, m, start, step: what a plan depends on
 
@@ -57,7 +59,7 @@ class Call:
 
     @property
     def hard(self) -> bool:
-        return self.scale is not None and isinf(self.scale)
+        return self.scale == inf
 
     @property
     def factor(self) -> float:
@@ -243,6 +245,13 @@ class CallFacts:
         return self.n == self.m or self.n == 1
 
     @property
+    def makes_table(self) -> bool:
+        """Whether a mask for PyTorch's attention would be the first large n × m tensor of the call."""
+        given = self.pattern.has_data or self.table or self.bias == "tensor" or self.n * self.m <= 1 << 22
+        of_keys = isinstance(self.pattern, full) and self.bias == "none"  # lengths alone: m entries for a row
+        return not (given or of_keys or self.unmasked)
+
+    @property
     def only_pattern(self) -> bool:
         """Whether the call is three tensors and a pattern without tensors, and nothing else."""
         extras = self.table or self.lengths or self.bias != "none" or self.dropout_p or self.needs_lse
@@ -269,31 +278,19 @@ class CallFacts:
 
 def facts_of(call: Call) -> CallFacts:
     """The facts of a call whose arguments were checked and normalized."""
-    by_distance = isinstance(call.bias, ByDistance)
     bias_tensors = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
     batch, heads, n, d_k = call.q.shape
     sizes = n, call.m, d_k, call.v.shape[-1], batch, heads, call.k.shape[1]
+    same = {name: getattr(call, name) for name in ("scale", "softcap", "dropout_p", "return_lse")}
     return CallFacts(
-        call.pattern,
-        *sizes,
-        call.q.dtype,
-        str(call.q.device),
-        at=None if isinstance(call.at, Tensor) else call.at,
-        row_offsets=isinstance(call.at, Tensor),
-        table=call.table is not None,
-        lengths=call.lengths is not None,
-        left_padding=call.lengths is not None and call.lengths.dim() == 2,
-        bias="none" if call.bias is None else "distance" if by_distance else "tensor",
-        bias_grad=needs_grad(*bias_tensors),
-        scale=call.scale,
-        softcap=call.softcap,
-        dropout_p=call.dropout_p,
-        return_lse=call.return_lse,
-        sink_logits=call.sink_logits is not None,
-        grad=needs_grad(call.q, call.k, call.v, call.sink_logits),
-        observed=not eager(call.q, call.k, call.v),
-        higher=compat.higher_derivatives(),
-    )
+        call.pattern, *sizes, call.q.dtype, str(call.q.device), **same,
+        at=None if isinstance(call.at, Tensor) else call.at, row_offsets=isinstance(call.at, Tensor),
+        table=call.table is not None, sink_logits=call.sink_logits is not None,
+        lengths=call.lengths is not None, left_padding=call.lengths is not None and call.lengths.dim() == 2,
+        bias="none" if call.bias is None else "distance" if isinstance(call.bias, ByDistance) else "tensor",
+        bias_grad=needs_grad(*bias_tensors), grad=needs_grad(call.q, call.k, call.v, call.sink_logits),
+        observed=not eager(call.q, call.k, call.v), higher=compat.higher_derivatives(),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,7 +322,11 @@ class Prepared:
         if self.build is not None:
             return self.direct(call.q, call.k, call.v, *call.row_extras()), None
         assert self.run is not None
-        return self.run(call)
+        if self.variant not in ("masked", "formula"):  # which hold n × m numbers
+            return self.run(call)
+        heads = 1 if self.variant == "masked" and call.bias is None else call.q.shape[1]
+        with memory_named(call.pattern, call.n, call.m, heads * call.q.dtype.itemsize):
+            return self.run(call)
 
 
 class Cache(dict[Any, Any]):
@@ -343,9 +344,7 @@ class Cache(dict[Any, Any]):
         return value
 
 
-def zero_rows(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], empty: Tensor
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def zero_rows(attend: Attend, empty: Tensor) -> Attend:
     """The same function with zeros in the rows of queries that have no allowed key."""
     if not bool(empty.any()):
         return attend
@@ -410,19 +409,26 @@ def dense(pattern: Pattern, n: int, m: int, at: At | Tensor, like: Tensor) -> Bo
     # Fake tensors and those of a transform must not be cached.
     if type(like) is not Tensor or compat.sizes_are_symbols() or compat.transforms_active():
         return pattern.allowed(n, m, at, like.device)
-    try:
-        if isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:
+    if isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:
+        with memory_named(pattern, n, m):
             return pattern.allowed(n, m, at, like.device)
-        if type(table := _dense(pattern, n, m, at, like.device)) is not Tensor:  # FakeTensorMode made it
-            _dense.cache_clear()
-        return table
+    if type(table := _dense(pattern, n, m, at, like.device)) is not Tensor:  # FakeTensorMode made it
+        _dense.cache_clear()
+    return table
+
+
+@contextmanager
+def memory_named(pattern: Pattern, n: int, m: int, pair: int = 1) -> Iterator[None]:
+    """Where memory runs out, the error says how much a table would need. pair: bytes of a pair."""
+    try:
+        yield
     except RuntimeError as error:
         if "allocate memory" not in str(error) and "out of memory" not in str(error):
             raise
         raise BackendError(
-            f"{pattern!r} over {n:,} queries and {m:,} keys needs a table of {n * m / 2**30:,.1f} GiB, and several "
-            "times as much while it is made: more than there is. Declare it by words (rg.window, rg.every, …), or "
-            "compute fewer queries at a time (at=)"
+            f"{pattern!r} over {n:,} queries and {m:,} keys needs a table of {n * m * pair / 2**30:,.1f} GiB, and "
+            "several times as much while it is made: more than there is. Declare it by words (rg.window, rg.every, "
+            "…), or compute fewer queries at a time (at=)"
         ) from error
 
 

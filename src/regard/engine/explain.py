@@ -82,19 +82,15 @@ def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
         launch = _explain(part, backend)
         launches.append((len(heads) * facts.data_rows // launch.rows, launch))
         numbers = ", ".join(map(str, heads[:6])) + (", …" if len(heads) > 6 else "")
-        lines.append(
-            f"heads {numbers:<10}{head_pattern!r}: {launch.backend}, {launch.variant}, {launch.waste:.2f} × needed"
-        )
-        lines += launch.passes
+        how = f"{launch.backend}, {launch.variant}, {launch.waste:.2f} × needed"
+        lines += [f"heads {numbers:<10}{head_pattern!r}: {how}", *launch.passes]
     return Explanation(
         pattern, facts.n, facts.m,
         needed=sum(count * launch.needed for count, launch in launches),
         computed=sum(count * launch.computed for count, launch in launches),
-        rows=facts.heads * facts.data_rows,
+        rows=facts.heads * facts.data_rows, variant=f"{len(launches)} launches", passes=tuple(lines),
         backend=", ".join(dict.fromkeys(launch.backend for _, launch in launches)),
-        variant=f"{len(launches)} launches",
         reason="heads with equal patterns run together",
-        passes=tuple(lines),
     )  # fmt: skip
 
 

@@ -74,15 +74,10 @@ def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
     results: list[Outputs] = []
     for pattern, heads, kv_heads in call.pattern.launches(group):
         part = replaced(
-            call,
-            q=_heads(call.q, heads, 1),
-            k=_heads(call.k, kv_heads, 1),
-            v=_heads(call.v, kv_heads, 1),
-            pattern=pattern,
-            table=_broadcast_heads(call.table, heads),
-            bias=_bias(call.bias, heads),
+            call, pattern=pattern, table=_broadcast_heads(call.table, heads), bias=_bias(call.bias, heads),
+            q=_heads(call.q, heads, 1), k=_heads(call.k, kv_heads, 1), v=_heads(call.v, kv_heads, 1),
             sink_logits=None if call.sink_logits is None else _heads(call.sink_logits, heads, 0),
-        )
+        )  # fmt: skip
         order += heads
         results.append(run(part))
     back = torch.tensor(order, device=call.q.device).argsort()

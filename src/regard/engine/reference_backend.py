@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import reference
+from .. import compat, reference
 from .call import Call, CallFacts, Prepared, computed_in
 from .merge import merge_sink
 
@@ -49,8 +49,9 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
         q = call.q.to(dtype)
         k, v = (reference.repeat_heads(x.to(dtype), q.shape[1]) for x in (call.k, call.v))
         allowed, bias = call.allowed(), call.dense_bias(dtype)
-        rows = max(1, CHUNK // max(1, call.m))
-        for first in range(0, max(1, call.n), rows):
+        symbols = compat.sizes_are_symbols()  # a loop would fix their number
+        rows = call.n if symbols else max(1, CHUNK // max(1, call.m))
+        for first in (0,) if symbols else range(0, max(1, call.n), rows):
             chunk = slice(first, first + rows)
             inputs = q[..., chunk, :], k, v, _rows(allowed, chunk)
             result = reference.attend(*inputs, bias=_rows(bias, chunk), **terms)

@@ -6,7 +6,6 @@ the CPU, where it cannot, and for calls that are not prepared, the operation run
 in Python it takes 9 % more of a training call at n = 64, 6 % at n = 128 (8 heads of 64, one core).
 """
 
-from collections.abc import Callable
 from itertools import zip_longest
 from math import inf
 from typing import Any
@@ -20,7 +19,7 @@ from .. import compat, reference
 from ..pattern import causal, full
 from ..position import ByDistance
 from . import reference_backend
-from .call import Call, CallFacts, Prepared, eager, needs_grad, readable, zero_rows
+from .call import Attend, Call, CallFacts, Prepared, eager, needs_grad, readable, zero_rows
 from .cpu.kernels import fused_backward, fused_forward
 from .gpu_estimates import sdpa_dense
 
@@ -47,6 +46,7 @@ MAX_ROUNDING = 1e-4
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
 
 _sdpa = compat.sdpa
+Grads = tuple[Tensor | None, ...]
 
 
 class Sdpa:
@@ -87,12 +87,10 @@ class Sdpa:
             count = (lambda: f.pattern.count(f.n)) if square else (lambda: f.n * f.m)
             is_causal = True if isinstance(f.pattern, causal) and f.n > 1 else False  # noqa: SIM210 — no symbol
             build = (lambda: _direct_function(f, None, is_causal)) if _is_direct(f) else None
-            return Prepared(
-                self.name, "dense", count, lambda call: (_attend(call, None, is_causal), None), build
-            )
-        cached = (
-            _is_direct(f) and f.n * f.m <= MAX_CACHED_MASK[f.device_type] and not isinstance(f.pattern, full)
-        )
+            run = lambda call: (_attend(call, None, is_causal), None)  # noqa: E731
+            return Prepared(self.name, "dense", count, run, build)
+        direct = _is_direct(f) and not isinstance(f.pattern, full)  # else the sizes may be symbols
+        cached = direct and f.n * f.m <= MAX_CACHED_MASK[f.device_type]
         build = (lambda: _direct_masked_function(f)) if cached else None
         return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, _masked, build)
 
@@ -111,12 +109,10 @@ def _is_direct(f: CallFacts) -> bool:
     return f.only_pattern and not f.observed and f.device_type in MAX_CACHED_MASK
 
 
-def _direct_function(
-    f: CallFacts, mask: Tensor | None, is_causal: bool
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """(q, k, v) → o with a mask that is added."""
+def _direct_function(f: CallFacts, mask: Tensor | None, is_causal: bool) -> Attend:
+    """With a mask that is added."""
     scale, on_cpu, groups = f.factor, f.device_type == "cpu", f.heads != f.kv_heads
-    if f.grad and on_cpu and f.pairs and f.d_k and (f.d_k != f.d_v or not compat.can_read_flash_node()):
+    if f.grad and on_cpu and f.pairs and (f.d_k != f.d_v or not compat.can_read_flash_node()):
         return lambda q, k, v: _Fused.apply(q, k, v, mask, is_causal, scale)
     repeats = groups and _repeats(f.device_type, f.dtype, mask is not None and f.grad)
 
@@ -142,7 +138,7 @@ def _differentiable(o: Tensor) -> Tensor:
     return o
 
 
-def _direct_masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _direct_masked_function(f: CallFacts) -> Attend:
     """The same with the mask of a pattern, created once: to make it at every call would take a tenth of the time."""
     device = torch.device(f.device)
     allowed = f.pattern.allowed(f.n, f.m, f.offset, device)
@@ -157,6 +153,7 @@ def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
     """softmax(scale · q kᵀ + bias) v over the allowed pairs."""
     call = call.hide()
     rounds = isinstance(call.bias, ByDistance) and call.q.dtype.itemsize == 2  # which hold no large distance
+    rounds = rounds and (compat.sizes_are_symbols() or call.m > 0)
     allowed, bias = call.allowed(), call.dense_bias(torch.float32 if rounds else None)
     mask, empty = allowed, None
     # What SDPA gives for a row of −∞ differs by kernel: let such a row attend to all keys, then clear it.
@@ -199,9 +196,7 @@ def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "
     return _Fused.apply(q, k, v, mask, is_causal, call.factor, isinstance(call.bias, Tensor))
 
 
-def _double_backward(
-    grads: tuple[Tensor | None, ...], output_grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...] | None:
+def _double_backward(grads: Grads, output_grads: Grads) -> Grads | None:
     """A hook after PyTorch's own backward: its gradients as they are, or under create_graph=True by the formula."""
     grad = output_grads[0]
     if grad is None or not torch.is_grad_enabled() or (saved := compat.saved_by_fused_node()) is None:

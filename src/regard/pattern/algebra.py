@@ -114,16 +114,21 @@ class Pattern:
         self, m: int, n: int = 0, at: "At | Tensor" = None, shape: tuple[int, int] | None = None
     ) -> None:
         """The same for all words, n queries, and batch rows and heads. Offsets per row are read on the CPU only."""
-        last = -1
+        last, compiling = -1, torch.compiler.is_compiling()  # where sizes may be symbols
         if n and not isinstance(at, Tensor):
             start, step = query_offset(self, n, m, at)
             last = start + step * (n - 1)
-        elif n and isinstance(at, Tensor) and at.is_cpu and at.numel() and not torch.compiler.is_compiling():
+        elif n and isinstance(at, Tensor) and at.is_cpu and at.numel() and not compiling:
             last = -1 if compat.is_mapped(at) else int(at.max()) + n - 1
         for leaf in self.leaves():
             leaf.fits(m, last)
-            for own, there, axis in zip(leaf.varies, shape or self.data_shape, ("batch rows", "heads")):
-                if own not in (1, there):
+            common = shape or (leaf.varies if compiling else self.data_shape)
+            for own, there, axis in zip(leaf.varies, common, ("batch rows", "heads")):
+                if (
+                    type(own) is int and own == 1
+                ):  # a symbol is compared with its like first, which decides it
+                    continue
+                if own != there and own != 1:
                     raise ShapeError(
                         f"{leaf!r} has data for {own} {axis}, and there are {there}; give it for each, or for all"
                     )
@@ -323,7 +328,7 @@ def write_text(pattern: Pattern, *parts: Pattern) -> None:
     members = [f'"kind": "{type(pattern).__name__}"']
     for field in fields(pattern):  # type: ignore[arg-type]  # every pattern is a dataclass
         given = getattr(pattern, field.name)
-        text = given.text if isinstance(given, Pattern) else "null" if given is None else str(given)
+        text = given.text if isinstance(given, Pattern) else "null" if given is None else str(index(given))
         members.append(f'"{field.name}": {text}')
     object.__setattr__(pattern, "text", "{" + ", ".join(members) + "}")
 
@@ -465,7 +470,8 @@ def _sizes(n: Any, m: Any) -> tuple[int, int]:
 
 def query_offset(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, int]:
     """(start, step): query r of n over m keys is at position start + step · r."""
-    if not (at is None or hasattr(at, "__index__") or (isinstance(at, tuple) and len(at) == 2)):
+    numbers = at if isinstance(at, tuple) and len(at) == 2 else (at,)
+    if not (at is None or all(isinstance(x, int) or hasattr(x, "__index__") for x in numbers)):
         raise SpecError(f"at={at!r}: use a whole number, (start, step), or a tensor with one per batch row")
     if isinstance(at, tuple):
         start, step = at

@@ -67,7 +67,7 @@ class lengths(Data):
 
     @property
     def varies(self):
-        return len(self.l), 1
+        return self.l.shape[0], 1
 
     @property
     def by_row(self):
@@ -132,7 +132,7 @@ class tree(Data):
         i = i.clamp(0, last)
         if first.dim() == 1:
             return _below(first[i], first[j], end[j]) & inside
-        b = torch.arange(len(first), device=first.device)[:, None, None, None]
+        b = torch.arange(first.shape[0], device=first.device)[:, None, None, None]
         return _below(first[b, i], first[b, j], end[b, j]) & inside
 
     def row_mask(self, inside):
@@ -291,7 +291,7 @@ class selected(Data):
         r, c = _entry(listed, i // self.size, j // self.size)
         if listed.dim() == 2:
             return listed[r, c]
-        b = torch.arange(len(listed), device=listed.device)[:, None, None, None]
+        b = torch.arange(listed.shape[0], device=listed.device)[:, None, None, None]
         if listed.dim() == 3:
             return listed[b, r, c]
         h = torch.arange(listed.shape[1], device=listed.device)[:, None, None]

@@ -133,6 +133,9 @@ class neighborhood(Pattern):
             for x in getattr(self, name):
                 if type(x) is not int or x < 1:
                     raise SpecError(f"neighborhood: {name} has {x!r}; whole numbers >= 1 are needed")
+        for x in self.causal:
+            if type(x) is not bool:
+                raise SpecError(f"neighborhood: causal has {x!r}; True or False is needed")
         if self.border not in BORDERS:
             raise SpecError(f"neighborhood: border={self.border!r}; use 'clipped' or 'shifted'")
         for axis, (length, kernel, step) in enumerate(zip(self.grid, self.kernel, self.step)):

@@ -24,7 +24,7 @@ class per_head(Pattern):
     differs_by_head = True
 
     def __init__(self, patterns: Iterable[Pattern]):
-        if isinstance(patterns, Pattern):
+        if isinstance(patterns, Pattern) or not isinstance(patterns, Iterable):
             raise SpecError(f"per_head({patterns!r}): give a list, with one pattern for each query head")
         given = tuple(patterns)
         if not given:

@@ -79,7 +79,7 @@ class documents(Data):
             return inside & (j == j)  # no ids, no pairs
         at: tuple[Any, ...] = ()
         if ids.dim() > 1:
-            at = (torch.arange(len(ids), device=ids.device)[:, None, None, None],)
+            at = (torch.arange(ids.shape[0], device=ids.device)[:, None, None, None],)
         i = i.clamp(0, last)
         same = (ids[*at, i] == ids[*at, j]) & inside
         if isinstance(within, full):
