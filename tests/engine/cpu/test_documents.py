@@ -137,28 +137,36 @@ def test_a_long_document_computes_the_keys_of_its_pattern():
     )  # a document in several places: by a table
 
 
+WITH_POSITIONS = documents(ids_of(40, 40, 7), causal() & (window(2) | sinks(1)))
+
+
+def total(inputs, of, backend):
+    return lambda q: attention(q, *inputs[1:], of, backend=backend).square().sum()
+
+
 def test_every_kind_of_derivative_of_documents_with_positions():
-    pattern, inputs = documents(ids_of(40, 40, 7), causal() & (window(2) | sinks(1))), qkv(87, 87)
+    pattern, inputs = WITH_POSITIONS, qkv(87, 87)
     table = pattern.allowed(87)
 
-    def total(of, backend):
-        return lambda q: attention(q, *inputs[1:], of, backend=backend).square().sum()
-
     def penalty(of, backend):
-        (g,) = torch.autograd.grad(total(of, backend)(inputs[0]), inputs[0], create_graph=True)
+        (g,) = torch.autograd.grad(total(inputs, of, backend)(inputs[0]), inputs[0], create_graph=True)
         return torch.autograd.grad(g.square().sum(), inputs)
 
     assert_same(penalty(pattern, "tiles"), penalty(table, "reference"))
-    q = inputs[0].detach()
-    by_func = torch.func.grad(total(pattern, "tiles"))(q)
-    assert_same([by_func], [torch.func.grad(total(table, "reference"))(q)])
-    assert_same(
-        [torch.func.grad(total(pattern, "tiles"))(q)], [by_func], atol=0
-    )  # nothing of a transform was kept
+    q, by_tiles = inputs[0].detach(), torch.func.grad(total(inputs, pattern, "tiles"))
+    first = by_tiles(q)
+    assert_same([first], [torch.func.grad(total(inputs, table, "reference"))(q)])
+    assert_same([by_tiles(q)], [first], atol=0)  # nothing of a transform was kept
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("backend", ["auto", "tiles"])
+def test_documents_with_positions_run_compiled(backend):
+    inputs = qkv(87, 87)
+    q, exact = inputs[0].detach(), total(inputs, WITH_POSITIONS.allowed(87), "reference")
     torch.compiler.reset()
-    for backend in ("auto", "tiles"):
-        compiled = torch.compile(total(pattern, backend), backend="aot_eager", fullgraph=True)
-        assert_same([compiled(q)], [total(table, "reference")(q)])
+    compiled = torch.compile(total(inputs, WITH_POSITIONS, backend), backend="aot_eager", fullgraph=True)
+    assert_same([compiled(q)], [exact(q)])
 
 
 TWO_CHAINS = tree(torch.tensor([*range(-1, 89), -1, *range(90, 179)]))
