@@ -54,9 +54,7 @@ BACKENDS = ("auto", *TABLE)
 
 
 _named: ContextVar[str] = ContextVar("backend", default="auto")
-_open: list[
-    str
-] = []  # contexts of all threads: a compiled graph is guarded by a list, and reads no ContextVar
+_open: list[str] = []  # of all threads: a compiled graph is guarded by a list, and reads no ContextVar
 
 
 @contextmanager
