@@ -47,6 +47,10 @@ REFUSED = [
     ({"dtype": torch.float32}, "its kernels take float16 or bfloat16, not float32"),
     ({"d_k": 100, "d_v": 100}, "heads 100 wide; a multiple of 8 up to 256 is needed"),
     ({"d_k": 320, "d_v": 320}, "heads 320 wide; a multiple of 8 up to 256 is needed"),
+    (
+        {"d_k": 80, "d_v": 80, "grad": True},
+        "its gradients were compared for heads 32, 64, 96, 128, 192, 256 wide only, here 80",
+    ),
     ({"d_v": 64}, "queries 128 and values 64 wide: its kernels for two widths are for other shapes"),
     ({"scale": inf}, "scale=inf has no softmax"),
     ({"bias": "distance"}, "a bias is added to the scores"),
@@ -86,6 +90,14 @@ def test_it_takes_bands_of_which_no_query_is_empty(installed):
         == ("some queries have no allowed key")
     )
     assert refusal(rg.full(), 8, 4) is None  # more queries than keys
+
+
+def test_heads_whose_gradients_were_not_compared_run_forward_only(installed):
+    for d in range(8, 257, 8):
+        compared = d in (32, 64, 96, 128, 192, 256)
+        assert refusal(d_k=d, d_v=d) is None and (refusal(d_k=d, d_v=d, grad=True) is None) == compared
+    assert choose(facts(rg.causal(), 16387, d_k=80, d_v=80), "auto").backend == "flash4"
+    assert choose(facts(rg.causal(), 16387, d_k=80, d_v=80, grad=True), "auto").backend != "flash4"
 
 
 def test_gpus_without_a_backward_pass_in_a_fixed_order_are_refused(installed, monkeypatch):

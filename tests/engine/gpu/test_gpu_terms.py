@@ -299,6 +299,16 @@ def test_flash4_is_exact_and_gives_the_same_bits_twice_if_asked(name):
         assert_same_bits(attend, q, k, v)
 
 
+@needs_flash4
+@warns
+@pytest.mark.parametrize("d", flash4.HEAD_DIMS_GRAD)
+def test_gradients_of_flash4_are_exact_for_every_width_that_it_takes(d):
+    for heads, n in (((4, 4), 700), ((4, 2), 1024)):
+        q, k, v = qkv(2, *heads, n, n, d, torch.bfloat16)
+        for pattern in (rg.causal(), rg.window(64)):
+            check(q, k, v, {"pattern": pattern}, "flash4", f"{pattern!r}, {d} wide, {heads} heads")
+
+
 def assert_same_bits(attend, q, k, v):
     """Twice, with deterministic algorithms."""
     try:
