@@ -61,7 +61,7 @@ class Flex:
 
     def estimate(self, f: CallFacts) -> float:
         """Only what data decide is worth a compilation: for the rest there are faster kernels. For packed documents,
-        too, on Hopper: it takes 1.3 to 3 times as long (bench/gpu_peers.py)."""
+        too, on Hopper: it takes 1.6 to 3.9 times as long (six rows of bench/gpu_peers.py)."""
         worth = f.device_type == "cuda" and f.pattern.has_data and f.n * f.m >= MIN_PAIRS
         if worth and isinstance(for_hopper(f), Packed):
             return inf

@@ -203,9 +203,8 @@ def _within_documents(
         return given & packed.allowed(n, n, device=ids.device)
     inner = declared if isinstance(counted, patterns.full) else declared & counted
     if isinstance(inner, per_head):
-        of_pattern = {
-            each: patterns.documents(ids, each) for each in inner.patterns
-        }  # equal heads run together
+        # Equal heads share one pattern, so that they run together.
+        of_pattern = {each: patterns.documents(ids, each) for each in inner.patterns}
         within: Pattern = per_head([of_pattern[each] for each in inner.patterns])
     else:
         within = patterns.documents(ids, inner)
