@@ -454,14 +454,16 @@ def test_few_calls_with_data_are_kept():
 
 
 def test_auto_makes_no_table_on_a_gpu_where_a_kernel_needs_none():
-    """In float32 with wide heads SDPA is estimated to be faster, but its mask would have n × m entries."""
+    """In float32 with wide heads SDPA is estimated to be faster. Its mask is made a chunk of queries at a time, but
+    with dropout it would have n × m entries."""
 
     def chosen(pattern, n=8192, **more):
         return choose(CallFacts(pattern, n, n, 256, 256, device="cuda", **more), "auto")
 
-    for terms in ({}, {"dropout_p": 0.1}, {"bias": "distance"}, {"lengths": True}):
-        found = chosen(~rg.window(5), **terms)
-        assert found.backend == "triton" and "sdpa would hold a table of all pairs" in found.reason
-    assert chosen(~rg.window(5), n=512).backend == "sdpa"  # a small one
-    assert chosen(rg.full(), lengths=True).backend == "sdpa"  # a mask of m entries for each batch row
-    assert chosen(rg.causal(), bias="tensor").backend == "sdpa"  # which is n × m already
+    found = chosen(~rg.window(5), dropout_p=0.1)
+    assert found.backend == "triton" and "sdpa would hold a table of all pairs" in found.reason
+    for terms in ({}, {"bias": "distance"}, {"lengths": True}):
+        assert chosen(~rg.window(5), **terms).backend == "sdpa"
+    assert chosen(~rg.window(5), n=512, dropout_p=0.1).backend == "sdpa"  # a small one
+    assert chosen(rg.full(), lengths=True, dropout_p=0.1).backend == "sdpa"  # m entries for each batch row
+    assert chosen(rg.causal(), bias="tensor", dropout_p=0.1).backend == "sdpa"  # which is n × m already

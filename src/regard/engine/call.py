@@ -246,10 +246,11 @@ class CallFacts:
 
     @property
     def makes_table(self) -> bool:
-        """Whether a mask for PyTorch's attention would be the first large n × m tensor of the call."""
+        """Whether a mask for PyTorch's attention would be the first large n × m tensor of the call. Without dropout
+        it is made a chunk of queries at a time (query_chunks.py)."""
         given = self.pattern.has_data or self.table or self.bias == "tensor" or self.n * self.m <= 1 << 22
         of_keys = isinstance(self.pattern, full) and self.bias == "none"  # lengths alone: m entries for a row
-        return not (given or of_keys or self.unmasked)
+        return self.dropout_p > 0 and not (given or of_keys or self.unmasked)
 
     @property
     def only_pattern(self) -> bool:

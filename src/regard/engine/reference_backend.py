@@ -15,8 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .. import compat, reference
-from .call import Call, CallFacts, Prepared, computed_in
+from ..position import ByDistance
+from .call import Call, CallFacts, Prepared, computed_in, replaced
 from .merge import merge_sink
+from .query_chunks import alias, by_queries, gradients_by_queries, rows_of
 
 CHUNK = 1 << 22  # scores of one head held at a time
 
@@ -32,9 +34,14 @@ class Reference:
         return inf
 
     def prepare(self, f: CallFacts) -> Prepared:
-        return Prepared(
-            self.name, "formula", lambda: f.n * f.m * f.data_rows, lambda call: attend(call.hide())
-        )
+        run = lambda call: by_queries(call, formula, formula, holds_scores=True)  # noqa: E731
+        return Prepared(self.name, "formula", lambda: f.n * f.m * f.data_rows, run)
+
+
+def formula(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
+    """`attend`, with hidden keys cleared and the sink merged."""
+    results = attend(call.hide())
+    return results if call.sink_logits is None else merge_sink(*results, call.sink_logits)
 
 
 def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
@@ -53,8 +60,8 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
         rows = call.n if symbols else max(1, CHUNK // max(1, call.m))
         for first in (0,) if symbols else range(0, max(1, call.n), rows):
             chunk = slice(first, first + rows)
-            inputs = q[..., chunk, :], k, v, _rows(allowed, chunk)
-            result = reference.attend(*inputs, bias=_rows(bias, chunk), **terms)
+            inputs = q[..., chunk, :], k, v, rows_of(allowed, chunk)
+            result = reference.attend(*inputs, bias=rows_of(bias, chunk), **terms)
             outs.append(F.dropout(result.weights, call.dropout_p) @ v if call.dropout_p else result.o)
             lses.append(result.lse)
         return torch.cat(outs, -2).to(call.q.dtype), torch.cat(lses, -1)
@@ -65,10 +72,17 @@ def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[T
 
     grads: those of o and of the log-sum-exp.
     """
-    results = attend(call.hide())
-    results = results if call.sink_logits is None else merge_sink(*results, call.sink_logits)
+    if (chunked := gradients_by_queries(grads, call, formula)) is not None:
+        dq, dk, dv, _, _, dsink = chunked
+        of_bias = (None,) if isinstance(call.bias, Tensor) else ()
+        results = dq, dk, dv, *of_bias, *(() if call.sink_logits is None else (dsink,))
+        return tuple(dx if x.requires_grad else None for x, dx in zip(_inputs(call), results))
+    added = call.bias if call.bias is None or isinstance(call.bias, ByDistance) else alias(call.bias)
+    q, k, v, sink = map(alias, (call.q, call.k, call.v, call.sink_logits))
+    call = replaced(call, q=q, k=k, v=v, bias=added, sink_logits=sink)
+    results = formula(call)
     pairs = [(y, dy.to(y.dtype)) for y, dy in zip(results, grads) if dy is not None]
-    inputs = [x for x in (call.q, call.k, call.v, call.bias, call.sink_logits) if isinstance(x, Tensor)]
+    inputs = _inputs(call)
     outputs, output_grads = zip(*pairs)
     differentiated = [x for x in inputs if x.requires_grad]
     options = {"create_graph": True, "materialize_grads": True}  # the log-sum-exp alone does not depend on v
@@ -76,5 +90,5 @@ def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[T
     return tuple(next(input_grads) if x.requires_grad else None for x in inputs)
 
 
-def _rows(x: Tensor | None, chunk: slice) -> Tensor | None:
-    return x if x is None or x.dim() < 2 or x.shape[-2] == 1 else x[..., chunk, :]
+def _inputs(call: Call) -> list[Tensor]:
+    return [x for x in (call.q, call.k, call.v, call.bias, call.sink_logits) if isinstance(x, Tensor)]

@@ -22,6 +22,7 @@ from . import reference_backend
 from .call import Attend, Call, CallFacts, Prepared, eager, needs_grad, readable, zero_rows
 from .cpu.kernels import fused_backward, fused_forward
 from .gpu_estimates import sdpa_dense
+from .query_chunks import PAIRS, by_queries
 
 # Seconds per pair: two cores, heads of 64, float32; measured by bench/cpu_patterns.py. Forward, and with backward.
 MASKED, MASKED_GRAD = 1.8e-9, 6.4e-9
@@ -41,6 +42,7 @@ GPU_LENGTHS = 100e-6  # to hide keys and make their mask, a dozen operations; by
 GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
 # In float32 with a mask, per pair and width (bench/gpu_float32.py).
 GPU_SINGLE, GPU_SINGLE_GRAD = 1.2e-13, 4.3e-13
+REPEATED = 1.3  # forward and backward, where the backward pass computes each chunk again; by the times above
 # How far off a weight may be by the rounding of a log-sum-exp; beyond that, gradients are the formula's.
 MAX_ROUNDING = 1e-4
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
@@ -79,7 +81,8 @@ class Sdpa:
         call += GPU_LENGTHS if f.lengths else 0.0
         if f.bias == "distance":
             pair, call = pair + GPU_GATHER, call + GPU_GATHER_CALL
-        return f.pairs * pair + call
+        repeated = f.grad and f.n * f.m > PAIRS and f.bias != "tensor" and not f.table
+        return f.pairs * pair * (REPEATED if repeated else 1.0) + call
 
     def prepare(self, f: CallFacts) -> Prepared:
         if f.unmasked:
@@ -92,7 +95,17 @@ class Sdpa:
         direct = _is_direct(f) and not isinstance(f.pattern, full)  # else the sizes may be symbols
         cached = direct and f.n * f.m <= MAX_CACHED_MASK[f.device_type]
         build = (lambda: _direct_masked_function(f)) if cached else None
-        return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, _masked, build)
+        formula, holds_scores = reference_backend.formula, _holds_scores(f)
+        chunked = lambda call: by_queries(call, _masked, formula, holds_scores)  # noqa: E731
+        return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, chunked, build)
+
+
+def _holds_scores(f: CallFacts) -> bool:
+    """Whether PyTorch computes a masked call by its formula, which stores the scores of every head."""
+    if f.device_type != "cuda":
+        return f.bias_grad
+    grouped = f.kv_heads != f.heads and not _repeats("cuda", f.dtype, f.grad)
+    return f.bias_grad or f.dtype == torch.float64 or (f.dtype == torch.float32 and grouped)
 
 
 def _masked_pair(f: CallFacts) -> float:

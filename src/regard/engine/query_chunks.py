@@ -1,0 +1,251 @@
+"""Calls that hold a number for each pair, a chunk of queries at a time: forward, backward and, by the formula, double
+backward. They need the memory of one chunk; a backward pass computes its chunk again.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..pattern import full, query_offset
+from ..position import ByDistance
+from .call import Call, Outputs, computed_in, needs_grad, replaced
+
+PAIRS = 1 << 24  # of a mask
+SCORES = 1 << 26  # of all heads, where each has scores of its own
+MIN_QUERIES = 16  # fewer would leave a GPU idle
+
+Run = Callable[[Call], tuple[Tensor, Tensor | None]]
+Tensors = tuple[Tensor | None, ...]
+
+
+class Job(NamedTuple):
+    """What computes a call; `formula` is differentiable any number of times."""
+
+    run: Run
+    formula: Run
+    call: Call
+    queries: int  # of a chunk
+
+    def of(self, tensors: Tensors) -> "Job":
+        return self._replace(call=_with_tensors(self.call, tensors))
+
+    def without_tensors(self) -> "Job":
+        """What a backward pass needs beside the tensors that autograd saves."""
+        return self.of((None, None, None, *_tensors(self.call)[3:5], *(None,) * 5))
+
+    def chunks(self) -> Iterator[slice]:
+        return (slice(at, at + self.queries) for at in range(0, self.call.n, self.queries))
+
+
+def by_queries(call: Call, run: Run, formula: Run, holds_scores: bool) -> Outputs:
+    """run(call), in chunks if one call would hold a large table. holds_scores: one of scores for each head."""
+    if not _repeatable(call) or (queries := queries_at_a_time(call, holds_scores)) >= call.n:
+        return run(call)
+    return _ByQueries.apply(Job(run, formula, call, queries), *_tensors(call))
+
+
+def gradients_by_queries(grads: Tensors, call: Call, formula: Run) -> Tensors | None:
+    """The gradients of q, k, v, table and slopes of a bias by distance, and sink, in chunks; they are differentiable.
+    None: the call is short enough without chunks, or cannot be computed twice."""
+    if not _repeatable(call) or (queries := queries_at_a_time(call, True)) >= call.n:
+        return None
+    return _Gradients.apply(Job(formula, formula, call, queries), *grads, *_tensors(call))
+
+
+def queries_at_a_time(call: Call, holds_scores: bool) -> int:
+    """As many as one chunk has; n or more: the call is not cut."""
+    (b, h, n, _), m, by_distance = call.q.shape, max(call.m, 1), isinstance(call.bias, ByDistance)
+    given = any(isinstance(x, Tensor) and x.shape[-2:] == (n, m) for x in (call.table, call.bias))
+    by_row = call.lengths is not None or isinstance(call.at, Tensor) or call.pattern.has_data
+    tables = (b if by_row else 1) * (h if by_distance else 1)
+    made = by_distance or not (given or isinstance(call.pattern, full))
+    queries = PAIRS // (m * tables) if made else n
+    if holds_scores:
+        queries = min(queries, SCORES // (b * h * m))
+    return max(queries, MIN_QUERIES)
+
+
+def _repeatable(call: Call) -> bool:
+    """Whether a second computation gives the same: nothing is drawn at random, no data could change meanwhile, and no
+    transform or compiler replaces the operations."""
+    if call.dropout_p or compat.sizes_are_symbols() or compat.transforms_active():
+        return False
+    learned = isinstance(call.bias, Tensor) and needs_grad(call.bias)  # its gradient has n × m numbers
+    return not learned and not (
+        call.pattern.has_data and needs_grad(call.q, call.k, call.v, call.sink_logits)
+    )
+
+
+LEARNED = 6  # of the tensors of a call, those that have gradients
+
+
+def _tensors(call: Call) -> Tensors:
+    bias = call.bias
+    of_distance = (bias.table, bias.slopes) if isinstance(bias, ByDistance) else (None, None)
+    added, at = (x if isinstance(x, Tensor) else None for x in (bias, call.at))
+    return call.q, call.k, call.v, *of_distance, call.sink_logits, added, call.table, call.lengths, at
+
+
+def _with_tensors(call: Call, tensors: Tensors) -> Call:
+    q, k, v, table, slopes, sink, added, allowed, lengths, at = tensors
+    bias = ByDistance(table, slopes) if isinstance(call.bias, ByDistance) else added
+    others = {"bias": bias, "sink_logits": sink, "table": allowed, "lengths": lengths}
+    return replaced(call, q=q, k=k, v=v, at=call.at if at is None else at, **others)
+
+
+def _chunk(call: Call, rows: slice) -> Call:
+    """The call of some of the queries."""
+    bias = call.bias if isinstance(call.bias, ByDistance) else rows_of(call.bias, rows)
+    if isinstance(call.at, Tensor):
+        at: Any = call.at + rows.start
+    else:
+        start, step = query_offset(call.pattern, call.n, call.m, call.at)
+        at = start + step * rows.start, step
+    return replaced(call, q=call.q[:, :, rows], table=rows_of(call.table, rows), bias=bias, at=at)
+
+
+def rows_of(x: Tensor | None, rows: slice) -> Tensor | None:
+    """These rows of a table that broadcasts to (b, h, n, m)."""
+    return x if x is None or x.dim() < 2 or x.shape[-2] == 1 else x[..., rows, :]
+
+
+class _ByQueries(torch.autograd.Function):
+    """The tensors of a call → o, lse."""
+
+    @staticmethod
+    def forward(ctx, job, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.job = job.without_tensors()
+        # Lengths and offsets are often one buffer that every step overwrites.
+        ctx.save_for_backward(*tensors[:-2], *(None if x is None else x.clone() for x in tensors[-2:]))
+        o, lse = zip(*(job.run(_chunk(job.call, rows)) for rows in job.chunks()))
+        return torch.cat(o, -2), None if lse[0] is None else torch.cat(lse, -1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
+            job = ctx.job.of(tensors)._replace(run=ctx.job.formula)
+            results = _Gradients.apply(job, *grads, *tensors)
+        else:
+            results = _gradients(ctx.job.of(tensors), grads, needed)
+        return None, *_padded(results, needed)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of o and lse and the tensors of a call → those of its first tensors."""
+
+    @staticmethod
+    def forward(ctx, job, *inputs):
+        ctx.set_materialize_grads(False)
+        ctx.job = job.without_tensors()
+        ctx.save_for_backward(*inputs)
+        return _gradients(job, inputs[:2], [x is not None for x in inputs[2:]])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        results = _second_gradients(ctx.job.of(inputs[2:]), inputs[:2], grads, torch.is_grad_enabled())
+        return None, *_padded(results, needed)
+
+
+def _padded(grads: Tensors, needed: Sequence[bool]) -> Tensors:
+    """One gradient for each input, None where it is not needed."""
+    return tuple(x if need else None for x, need in zip_longest(grads, needed))
+
+
+def _gradients(job: Job, grads: Tensors, needed: Sequence[bool]) -> Tensors:
+    """Those of the first tensors of a call, as far as they are needed."""
+    sums = _Sums(_tensors(job.call)[:LEARNED], by_query=1)
+    for rows in job.chunks():
+        with torch.enable_grad():
+            call, leaves = _detached(_chunk(job.call, rows), needed)
+            outputs = job.run(call)
+        sums.add(rows, _grad(outputs, leaves, _of_queries(grads, rows)))
+    return sums.results
+
+
+def _second_gradients(job: Job, grads: Tensors, of_gradients: Tensors, create_graph: bool) -> Tensors:
+    """Those of the gradients of o and lse, and of the first tensors of a call. create_graph: these are differentiated
+    as well, and the call is one chunk."""
+    sums = _Sums((*grads, *_tensors(job.call)[:LEARNED]), by_query=3)
+    for rows in (slice(0, job.call.n),) if create_graph else job.chunks():
+        with torch.enable_grad():
+            call, own = _chunk(job.call, rows), _of_queries(grads, rows)
+            if create_graph:
+                call, leaves, own = *_aliased(call), tuple(map(alias, own))
+            else:
+                call, leaves = _detached(call, [True] * LEARNED)
+                own = tuple(None if x is None else x.detach().requires_grad_() for x in own)
+            first = _grad(job.formula(call), leaves, own, create_graph=True)
+            others = *_of_queries(of_gradients[:1], rows), *of_gradients[1:]
+            sums.add(rows, _grad(first, (*own, *leaves), others, create_graph))
+    return sums.results
+
+
+def _detached(call: Call, needed: Sequence[bool]) -> tuple[Call, Tensors]:
+    """The call with tensors of its own; and the first of them, None for those whose gradients are not needed."""
+    tensors = tuple(None if x is None else x.detach() for x in _tensors(call))
+    first = zip(tensors[:LEARNED], needed)
+    leaves = tuple(x.requires_grad_() if need and x is not None else None for x, need in first)
+    return _with_tensors(call, tensors), leaves
+
+
+def _aliased(call: Call) -> tuple[Call, Tensors]:
+    """The call with an alias of each tensor, and the first of these."""
+    tensors = tuple(map(alias, _tensors(call)))
+    return _with_tensors(call, tensors), tensors[:LEARNED]
+
+
+def alias(x: Tensor | None) -> Tensor | None:
+    """The same tensor as another node of the graph, for partial derivatives: k may be computed from q, or be q, and a
+    derivative with respect to q would include what q does to k."""
+    return None if x is None else x.view_as(x)
+
+
+def _of_queries(grads: Tensors, rows: slice) -> Tensors:
+    return tuple(None if x is None else x[:, :, rows] for x in grads)
+
+
+def _grad(outputs: Tensors, inputs: Tensors, grads: Tensors, create_graph: bool = False) -> Tensors:
+    """torch.autograd.grad, with None for an input that is None or that nothing depends on."""
+    pairs = [(y, dy) for y, dy in zip(outputs, grads) if y is not None and dy is not None and y.requires_grad]
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    if not pairs or not wanted:
+        return (None,) * len(inputs)
+    given, received = [y for y, _ in pairs], [dy.to(y.dtype) for y, dy in pairs]
+    found = iter(torch.autograd.grad(given, wanted, received, create_graph=create_graph, allow_unused=True))
+    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+
+
+class _Sums:
+    """Gradients of all chunks; zeros where nothing depends on a tensor. Those of the first tensors have rows by query
+    and are put together; others are added, in float32 or float64."""
+
+    def __init__(self, like: Tensors, by_query: int):
+        self.like, self.by_query = like, by_query
+        self.totals: list[Any] = [[] if at < by_query else None for at in range(len(like))]
+
+    def add(self, rows: slice, grads: Tensors) -> None:
+        for at, (x, like) in enumerate(zip(grads, self.like)):
+            if like is None:
+                continue
+            if at < self.by_query:
+                self.totals[at].append(torch.zeros_like(like[:, :, rows]) if x is None else x)
+            elif x is not None:
+                x = x.to(computed_in(x.dtype))
+                self.totals[at] = x if self.totals[at] is None else self.totals[at] + x
+
+    @property
+    def results(self) -> Tensors:
+        return tuple(None if like is None else self._total(at, like) for at, like in enumerate(self.like))
+
+    def _total(self, at: int, like: Tensor) -> Tensor:
+        total = self.totals[at]
+        if at < self.by_query:
+            return torch.cat(total, 2)
+        return torch.zeros_like(like) if total is None else total.to(like.dtype)

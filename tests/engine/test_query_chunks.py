@@ -1,0 +1,225 @@
+"""Calls that hold a number for each pair run a chunk of queries at a time, with the same results and gradients."""
+
+from functools import partial
+from math import inf
+
+import pytest
+import torch
+
+import regard as rg
+from regard.engine import query_chunks
+
+F64 = {"dtype": torch.float64}
+PATTERN = rg.causal() & (rg.window(3) | rg.every(5))
+
+
+def leaf(*shape, seed):
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), **F64)
+    return x.requires_grad_()
+
+
+def leaves(n=20, m=24):
+    return [leaf(2, 4, n, 8, seed=1), leaf(2, 2, m, 8, seed=2), leaf(2, 2, m, 6, seed=3)]
+
+
+def in_chunks(monkeypatch):
+    """From now on a chunk has 3 queries; returns the sizes of all chunks, in order."""
+    sizes = []
+    plain = query_chunks._chunk
+
+    def counted(call, rows):
+        chunk = plain(call, rows)
+        sizes.append(chunk.n)
+        return chunk
+
+    monkeypatch.setattr(query_chunks, "PAIRS", 1)
+    monkeypatch.setattr(query_chunks, "SCORES", 1)
+    monkeypatch.setattr(query_chunks, "MIN_QUERIES", 3)
+    monkeypatch.setattr(query_chunks, "_chunk", counted)
+    return sizes
+
+
+def weighted(tensors, low):
+    """A sum of all numbers with different weights; −∞ counts as 0."""
+    finite = [x.masked_fill(x == -inf, 0.0) for x in tensors]
+    return sum((x * torch.linspace(low, 1, x.numel(), **F64).view_as(x)).sum() for x in finite)
+
+
+def derivatives(attend, inputs, order):
+    """The results and their derivatives up to this order."""
+    found = attend()
+    results = list(found if isinstance(found, tuple) else (found,))
+    values = results
+    for nth in range(order):
+        options = {"create_graph": nth + 1 < order, "materialize_grads": True}
+        values = torch.autograd.grad(weighted([x.sin() for x in values], -nth), inputs, **options)
+        results += values
+    return [x.detach() for x in results]
+
+
+LENGTHS = torch.tensor([[1, 20], [0, 24]])
+SINK = leaf(4, seed=4)
+TABLE, SLOPES = leaf(4, 9, seed=5), leaf(4, seed=6)
+CALLS = {
+    "pattern": {"at": 3},
+    "steps": {"at": (1, 2)},
+    "more queries than keys": {"at": 0, "sizes": (40, 24)},
+    "an offset per row": {"at": torch.tensor([2, 4])},
+    "lengths": {"lengths": LENGTHS, "at": 4},
+    "table": {"pattern": torch.rand(2, 1, 20, 24, generator=torch.Generator().manual_seed(7)) > 0.3},
+    "table of keys": {"pattern": torch.rand(2, 1, 1, 24, generator=torch.Generator().manual_seed(7)) > 0.3},
+    "bias": {"bias": leaf(4, 20, 24, seed=8).detach(), "at": 4},
+    "bias by distance": {"bias": rg.ByDistance(TABLE, SLOPES), "at": 4},
+}
+OF_THE_FORMULA = {
+    "softcap": {"softcap": 2.0},
+    "lse": {"return_lse": True},
+    "sink": {"sink_logits": SINK, "return_lse": True},
+    "hard": {"scale": inf},
+    "every pair": {"pattern": rg.full()},
+}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("name", CALLS)
+def test_chunks_change_no_result_and_no_derivative(name, backend, monkeypatch):
+    options = {"pattern": PATTERN, **CALLS[name]}
+    inputs = leaves(*options.pop("sizes", (20, 24)))
+    learned = [TABLE, SLOPES] if name == "bias by distance" else []
+    _compare(monkeypatch, inputs, learned, 3, backend=backend, **options)
+
+
+@pytest.mark.parametrize("name", OF_THE_FORMULA)
+def test_chunks_of_the_formula_change_nothing(name, monkeypatch):
+    options = {"pattern": PATTERN, **OF_THE_FORMULA[name]}
+    _compare(monkeypatch, leaves(), [SINK] if name == "sink" else [], 3, backend="reference", **options)
+
+
+def _compare(monkeypatch, inputs, learned, order, **options):
+    def attend():
+        return rg.attention(*inputs, **options)
+
+    want = [derivatives(attend, [*inputs, *learned], nth) for nth in (0, 1, order)]
+    sizes = in_chunks(monkeypatch)
+    for wanted, nth in zip(want, (0, 1, order)):
+        got = derivatives(attend, [*inputs, *learned], nth)
+        assert len(got) == len(wanted)
+        for x, y in zip(got, wanted):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+    assert 3 in sizes
+
+
+@pytest.mark.parametrize("backend", ["tiles", "sdpa"])
+def test_gradients_of_fused_kernels_are_differentiated_in_chunks(backend, monkeypatch):
+    """Their own backward pass cannot be differentiated: the gradients come from the formula, in chunks."""
+    inputs = leaves(24, 24)
+    pattern = rg.causal() if backend == "sdpa" else PATTERN
+
+    def attend():
+        return rg.attention(*inputs, pattern, backend=backend)
+
+    want = derivatives(attend, inputs, 2)
+    sizes = in_chunks(monkeypatch)
+    for x, y in zip(derivatives(attend, inputs, 2), want):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+    assert sizes == [3] * 8 * 2  # the gradients, and those of them
+
+
+def test_a_chunk_has_a_share_of_the_pairs(monkeypatch):
+    def queries(holds_scores=False, pattern=PATTERN, **options):
+        call = rg.engine.attention.call_of(*(x.detach() for x in leaves()), pattern, at=4, **options)
+        return query_chunks.queries_at_a_time(call, holds_scores)
+
+    monkeypatch.setattr(query_chunks, "PAIRS", 24 * 18)
+    monkeypatch.setattr(query_chunks, "SCORES", 24 * 8 * 7)
+    monkeypatch.setattr(query_chunks, "MIN_QUERIES", 2)
+    assert queries() == 18
+    assert queries(lengths=LENGTHS) == 9  # a mask for each batch row
+    assert queries(bias=rg.ByDistance(TABLE.detach(), None)) == 4  # a bias for each head
+    assert queries(holds_scores=True) == 7
+    assert queries(pattern=rg.full(), lengths=LENGTHS) == 20  # a mask of keys
+    assert queries(pattern=torch.ones(20, 24).tril(2).bool()) == 20  # which was given
+    monkeypatch.setattr(query_chunks, "PAIRS", 1)
+    assert queries() == 2
+
+
+def test_what_cannot_be_computed_twice_is_not_cut(monkeypatch):
+    sizes = in_chunks(monkeypatch)
+    q, k, v = leaves()
+    ids = torch.arange(24) // 6
+    rg.attention(q, k, v, PATTERN, at=4, dropout_p=0.5, backend="sdpa")  # drawn at random
+    rg.attention(
+        q, k, v, rg.documents(ids), at=4, backend="sdpa"
+    )  # the ids may change before the backward pass
+    rg.attention(
+        q, k, v, PATTERN, at=4, bias=leaf(4, 20, 24, seed=9), backend="sdpa"
+    )  # its gradient is n × m
+    assert not sizes
+    with torch.no_grad():
+        rg.attention(q, k, v, rg.documents(ids), at=4, backend="sdpa")
+    assert sizes
+
+
+def test_changes_between_forward_and_backward(monkeypatch):
+    """Lengths and offsets may be overwritten; a table of pairs, which would have to be copied, may not."""
+    in_chunks(monkeypatch)
+    q, k, v = leaves()
+    lengths, at = torch.tensor([20, 24]), torch.tensor([2, 4])
+    options = {"pattern": PATTERN, "backend": "reference"}
+    want = torch.autograd.grad(
+        rg.attention(q, k, v, lengths=lengths, at=at, **options).sin().sum(), [q, k, v]
+    )
+    o = rg.attention(q, k, v, lengths=lengths, at=at, **options)
+    lengths -= 3
+    at += 1
+    for x, y in zip(torch.autograd.grad(o.sin().sum(), [q, k, v]), want):
+        torch.testing.assert_close(x, y)
+    table = torch.ones(20, 24).tril(4).bool()
+    o = rg.attention(q, k, v, table, backend="reference")
+    table[:] = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_sums_over_chunks_are_not_rounded_to_16_bits(monkeypatch):
+    """The gradient of v is a sum over all chunks, here of positive numbers. In bfloat16, the sum of 64 is off by
+    several per cent; in float32 by at most 2⁻⁸, the rounding of each, and 2⁻⁸, that of the sum."""
+    q, k, v = (torch.randn(1, 1, 192, 16, generator=torch.Generator().manual_seed(x)) for x in range(3))
+    q, k, v = (x.bfloat16().requires_grad_() for x in (q, k, v))
+    upstream = torch.rand(1, 1, 192, 16, generator=torch.Generator().manual_seed(4)).bfloat16()
+    exact = v.detach().double().requires_grad_()
+    o = rg.attention(q.double(), k.double(), exact, backend="reference")
+    (want,) = torch.autograd.grad(o, exact, upstream.double())
+    sizes = in_chunks(monkeypatch)
+    (got,) = torch.autograd.grad(rg.attention(q, k, v, backend="reference"), v, upstream)
+    assert got.dtype == torch.bfloat16 and len(sizes) == 128
+    torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.parametrize("backend", ["tiles", "sdpa", "reference", "auto"])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_derivatives_of_tensors_that_depend_on_one_another(backend, chunks, monkeypatch):
+    """Queries, keys and values may be one tensor, or computed from one another. The gradients under create_graph=True
+    are partial derivatives: until 0.2 those of attention(x, x, x) were three times as large."""
+    if chunks:
+        in_chunks(monkeypatch)
+    x = leaf(1, 2, 24, 8, seed=1)
+    allowed = PATTERN.allowed(24)
+
+    def expected(q, k, v):
+        scores = (q @ k.mT / 8**0.5).masked_fill(~allowed, -inf)
+        return scores.softmax(-1) @ v
+
+    def of_attention(q, k, v):
+        return rg.attention(q, k, v, PATTERN, backend=backend)
+
+    def of_one(f):
+        return f(x, x, x)
+
+    def of_several(f):
+        return f(x, 2 * x, x.sin())
+
+    for composed in (of_one, of_several):
+        got, want = (derivatives(partial(composed, f), [x], 3) for f in (of_attention, expected))
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
