@@ -14,7 +14,7 @@ from ..pattern import full, query_offset
 from ..position import ByDistance
 from .call import Call, Outputs, computed_in, needs_grad, replaced
 
-PAIRS = 1 << 24  # of a mask
+PAIRS = 1 << 26  # of a mask
 SCORES = 1 << 26  # of all heads, where each has scores of its own
 MIN_QUERIES = 16  # fewer would leave a GPU idle
 
@@ -173,7 +173,8 @@ def _second_gradients(job: Job, grads: Tensors, of_gradients: Tensors, create_gr
     """Those of the gradients of o and lse, and of the first tensors of a call. create_graph: these are differentiated
     as well, and the call is one chunk."""
     sums = _Sums((*grads, *_tensors(job.call)[:LEARNED]), by_query=3)
-    for rows in (slice(0, job.call.n),) if create_graph else job.chunks():
+    queries = job.call.n if create_graph else max(job.queries // 4, MIN_QUERIES)  # each holds more
+    for rows in job._replace(queries=queries).chunks():
         with torch.enable_grad():
             call, own = _chunk(job.call, rows), _of_queries(grads, rows)
             if create_graph:
