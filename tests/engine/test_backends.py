@@ -467,3 +467,40 @@ def test_auto_makes_no_table_on_a_gpu_where_a_kernel_needs_none():
     assert chosen(~rg.window(5), n=512, dropout_p=0.1).backend == "sdpa"  # a small one
     assert chosen(rg.full(), lengths=True, dropout_p=0.1).backend == "sdpa"  # m entries for each batch row
     assert chosen(rg.causal(), bias="tensor", dropout_p=0.1).backend == "sdpa"  # which is n × m already
+
+
+def test_positions_by_batch_row_run_in_the_kernels():
+    """Any number of queries, with gradients and terms; where keys are no formulas of a position, with a mask."""
+    recent = rg.causal() & (rg.window(1024) | rg.sinks(4))
+
+    def variant(pattern, n, **more):
+        options = {"device": "cuda", "dtype": torch.bfloat16, "row_offsets": True, "heads": 32, "kv_heads": 8}
+        found = choose(facts(pattern, n, 32768, d_k=128, d_v=128, batch=8, **(options | more)))
+        return f"{found.backend}, {found.variant}"
+
+    terms = {"softcap": 30.0, "lengths": True, "left_padding": True, "sink_logits": True, "return_lse": True}
+    for n, name in ((1, "triton, one query"), (4, "triton, few queries"), (512, "triton, few queries")):
+        assert variant(recent, n) == variant(recent, n, grad=True) == name
+        assert variant(recent, n, **terms, grad=True) == name
+    for more in ({"bias": "distance"}, {"dtype": torch.float64}, {"observed": True}):
+        assert variant(recent, 4, **more) == "sdpa, masked"
+    many = rg.causal() & (rg.every(5) | rg.every(7) | rg.every(9) | rg.every(11) | rg.window(3))
+    assert variant(many, 4) == "sdpa, masked"
+
+
+def test_few_queries_after_many_keys_need_no_plan(monkeypatch):
+    def planned(*arguments):
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr(triton_backend, "plan", planned)
+    monkeypatch.setattr(triton_backend, "why_masked", planned)
+    pattern = rg.causal() & (rg.window(1000) | rg.sinks(3))
+    options = {"heads": 32, "kv_heads": 8, "device": "cuda", "dtype": torch.bfloat16}
+    found = choose(facts(pattern, 8, 30000, **options))
+    assert (found.backend, found.variant, found.computed()) == ("triton", "few queries", 8 * (1001 + 3))
+    for n, m in (
+        (17, 30000),
+        (8, 60),
+    ):  # more rows than a tile has; so few keys that a plan is worth its time
+        with pytest.raises(AssertionError, match="a plan was made"):
+            choose(facts(pattern, n, m, **options))

@@ -70,7 +70,7 @@ class Case:
     h_kv: int = 1
     dtype: str = "float32"
     at: tuple[int, int] | None = None
-    row_at: tuple[int, ...] | None = None  # of one query, its position in each batch row; only o and lse then
+    row_at: tuple[int, ...] | None = None  # the query offset of each batch row
     scale: float | None = None
     lengths: tuple[int, ...] | None = None  # keys past them hold NaN, values infinity
     starts: tuple[int, ...] | None = None  # with lengths: keys before them too
@@ -113,7 +113,7 @@ SMALL = [
     Case("shifted grid with steps", neighborhood((5, 11), (3, 5), (1, 2), "shifted"), n=55, m=55),
     Case("video", neighborhood((3, 4, 5), 3, causal=(True, False, False)), n=60, m=60, lengths=(50,)),
     # Several passes, and tiles that are split
-    Case("split rows", full(), n=5, m=283),
+    Case("split rows", full(), n=36, m=283),
     Case("split keys", full(), n=283, m=5, at=(0, 1)),
     Case("split keys that go on", causal() & (sinks(3) | dilated(4, 8) | every(32, 5)), n=291, m=291),
     Case("tiles without a rest", full(), n=32, m=32),
@@ -135,12 +135,63 @@ SMALL = [
         m=97,
         b=3,
         h=2,
-        lengths=(97, 41, 1),
-        row_at=(96, 40, 0),
+        lengths=(97, 41, 15),
+        row_at=(96, 40, 14),
     ),
     Case("one query of a block", causal() & strided(6) | blocks(12), n=1, at=(31, 1), softcap=2.0),
     Case("one query, left padding", window(30) - dilated(3, 5), n=1, at=(33, 1), lengths=(35,), starts=(7,)),
     Case("one query of some", window(5) | rows(7, 3), n=1, at=(31, 1)),
+    # Few queries, whose keys are formulas of their positions
+    Case("few queries", RECENT | every(8), n=5, m=97),
+    Case("few queries, pieces, groups", BOTH, n=3, m=283, h=4, h_kv=2, order="b n h d", softcap=2.0),
+    Case(
+        "few queries of residues",
+        causal() & (window(3) | strided(6)),
+        n=4,
+        m=61,
+        h=6,
+        h_kv=2,
+        sink=(0.5,) * 6,
+    ),
+    Case("few queries, every second position", blocks(7) | rows(5), n=4, m=60, at=(3, 2)),
+    Case("few queries of residues, every second position", strided(5) | sinks(2), n=3, m=60, at=(3, 2)),
+    Case("queries of residues, row positions, pieces", strided(2), n=2, m=283, h=8, row_at=(270,), draw=1),
+    Case(
+        "few queries, row positions",
+        RECENT | every(8),
+        n=5,
+        m=97,
+        b=3,
+        h=2,
+        row_at=(92, 30, 45),
+        lengths=(97, 33, 41),
+    ),
+    Case(
+        "tiles of queries, row positions", causal() & (window(9) | sinks(2)), n=70, m=97, b=2, row_at=(27, 0)
+    ),
+    Case(
+        "tiles of queries, row positions, pieces",
+        causal() & window(150) | rows(9, 4),
+        n=20,
+        m=283,
+        h=2,
+        h_kv=1,
+        row_at=(200,),
+        sink=(0.3, -1.0),
+        starts=(90,),
+        lengths=(280,),
+        softcap=2.0,
+    ),
+    Case(
+        "residues, row positions, half",
+        strided(5) | sinks(2),
+        n=9,
+        m=75,
+        b=2,
+        h=2,
+        row_at=(50, -3),
+        dtype="float16",
+    ),
     Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
     Case("one pair", full(), n=1, m=1, one_key=True),
     # Query offsets, lengths
@@ -255,6 +306,7 @@ PREPARED = (
     "values narrower",
     "short, heads behind positions",
     "one query, row positions",
+    "tiles of queries, row positions, pieces",
     "left padding",
 )  # run as prepared calls too; on a GPU every case is
 
@@ -502,8 +554,6 @@ def fast(case: Case, device: str, configs: Any) -> list[Tensor]:
     extras = row_extras(case, device)._replace(**parts, seed=SEED)
     made = task(q, v, options(case), extras, configs)
     o, lse = host.forward(q, k, v, made, extras)
-    if extras.at is not None:
-        return [o, lse]
     grads = do if "o" in case.given.split() else torch.zeros_like(o), dlse if "lse" in case.given else None
     found = host.backward((q, k, v, o, lse), grads, made, extras, bool(parts))[:5]
     return [o, lse, *(x for x in found if x is not None)]
@@ -582,8 +632,6 @@ def run(case: Case, attend: Any, device: str, dtype: torch.dtype) -> list[Tensor
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     parts = {name: x.requires_grad_() for name, x in bias(case, device, dtype).items()}
     o, lse = attend(q, k, v, **parts)
-    if case.row_at is not None:
-        return [o.detach(), lse.detach()]
     given = {"o": (o, do.to(dtype)), "lse": (lse, dlse.to(lse.dtype))}
     outs, grads = zip(*(given[name] for name in case.given.split(" and ")))
     found = torch.autograd.grad(outs, (q, k, v, *parts.values()), grads, materialize_grads=True)

@@ -145,7 +145,7 @@ class Extras(NamedTuple):
     slopes: Float[Tensor, " h"] | None = None
     lengths: Int[Tensor, "b *two"] | None = None  # as `Call.lengths`
     seed: int = NO_SEED
-    at: Int[Tensor, " b"] | None = None  # of one query, its position in each batch row
+    at: Int[Tensor, " b"] | None = None  # the query offset of each batch row
     ids: Int[Tensor, "*b m"] | None = None  # of packed documents
     sink: Float[Tensor, " h"] | None = None  # forward: sink_logits, to be joined
 

@@ -1,10 +1,12 @@
 """The keys of one query, which are a few progressions: of a position that is known, or as formulas of the position.
 
-A sequence that grows by a key at a time would need a new plan for each token, and the position may differ by batch
+A sequence that grows by a few keys at a time would need a new plan for each step, and positions may differ by batch
 row, in a tensor on the device. For one query, each clause of a pattern is one progression.
 """
 
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, reduce
+from operator import and_
 
 import numpy as np
 
@@ -50,16 +52,23 @@ def run_formulas(pattern: Pattern) -> tuple[str, ...] | None:
     union = clauses(pattern)
     if len(union) > MAX_RUNS or not all(isinstance(x, Word) for x in pattern.leaves()):
         return None
-    out: list[str] = []
     for clause in union:
-        relation = Relation()
-        for word in clause:
-            if isinstance(word, Word):
-                relation &= word.relation
-            elif not (isinstance(word, Not) and isinstance(word.inner, Word)):
-                return None
-        out += _run(relation)
-    return tuple(out)
+        if not all(isinstance(x.inner if isinstance(x, Not) else x, Word) for x in clause):
+            return None
+    return tuple(text for clause in union for text in _run(_relation(clause)))
+
+
+@lru_cache(maxsize=1024)
+def neighbors_share_keys(pattern: Pattern) -> bool:
+    """Whether the progressions of a query at p + 1 have the same residues as those of p, as in windows, but not in
+    strided patterns: then several queries visit about as many keys as one."""
+    relations = [_relation(clause) for clause in clauses(pattern)]
+    return all(r.divisor <= r.key_class[0] for r in relations)
+
+
+def _relation(clause: Iterable[Pattern]) -> Relation:
+    """The words of a clause that it does not negate, as one."""
+    return reduce(and_, (x.relation for x in clause if isinstance(x, Word)), Relation())
 
 
 def _run(r: Relation) -> tuple[str, str, str]:
@@ -96,6 +105,12 @@ def residue(name: str, k: int) -> str:
 @lru_cache(maxsize=4096)
 def keys_visited(pattern: Pattern, p: int, m: int) -> int:
     """How many keys the kernel reads for a query at p."""
-    names = {"maximum": max, "minimum": min, "where": lambda condition, a, b: a if condition else b}
-    found = [eval(x, {**names, "p": p, "m": m}) for x in run_formulas(pattern) or ()]
+    found = _evaluate(run_formulas(pattern) or ())(p, m)
     return sum(max(0, -(-(end - first) // step)) for first, step, end in zip(*[iter(found)] * 3))
+
+
+@lru_cache(maxsize=1024)
+def _evaluate(formulas: tuple[str, ...]) -> Callable[[int, int], tuple[int, ...]]:
+    """The formulas as one function: to compile them at every length takes longer than the rest of a call."""
+    names = {"maximum": max, "minimum": min, "where": lambda condition, a, b: a if condition else b}
+    return eval(f"lambda p, m: ({''.join(f'{x}, ' for x in formulas)})", names)

@@ -437,11 +437,11 @@ def test_the_general_kernels_run_what_those_for_hopper_cannot(monkeypatch):
 @pytest.mark.parametrize(("dropout_p", "threshold"), [(0.0, 0), (0.25, 1 << 30), (1 - 2**-40, (1 << 32) - 1)])
 def test_the_threshold_of_dropout_has_32_bits_however_near_to_one_the_probability_is(dropout_p, threshold):
     from regard.engine.cuda.call import CallLayout, Task, contiguous, default
-    from regard.engine.cuda.launches import _score_factors
+    from regard.engine.cuda.launches import score_factors
 
     task = Task(SPARSE, 0, 1, 0.125, dropout_p, None, default(64, 64, torch.bfloat16))
     layouts = (contiguous(1, 2, 256, 64),) * 3
-    assert _score_factors(CallLayout(task, layouts, torch.bfloat16, torch.device("cpu")))[3] == threshold
+    assert score_factors(CallLayout(task, layouts, torch.bfloat16, torch.device("cpu")))[3] == threshold
 
 
 @pytest.mark.parametrize("on_hopper", [True, False])

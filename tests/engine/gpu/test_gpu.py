@@ -16,6 +16,7 @@ import torch
 
 import regard as rg
 from kernel_cases import EVERY_DTYPE, ON_GPU, complaints, outcomes
+from regard.engine import query_chunks
 from regard.engine.attention import _cache_key
 from regard.engine.backends import PREPARED
 from regard.errors import ShapeError
@@ -141,6 +142,78 @@ def test_one_query_at_a_position_of_its_own_in_each_batch_row(lengths):
     assert not close(moved, found) and close(
         moved, rg.attention(q, k, v, pattern, **options, backend="reference")
     )
+
+
+@THEIRS
+@pytest.mark.parametrize("n", [3, 100])
+def test_queries_at_positions_of_their_own_in_each_batch_row(n):
+    """In the kernels, with gradients; prepared calls read new positions, and so does a graph that is replayed."""
+    g = torch.Generator().manual_seed(n)
+    shapes = (3, 8, n, 64), (3, 2, 3000, 64), (3, 2, 3000, 64)
+    q, k, v = (torch.randn(s, generator=g).to("cuda", torch.bfloat16).requires_grad_() for s in shapes)
+    at = torch.tensor([3000 - n, 1700, 200], device="cuda")
+    sink = torch.randn(8, device="cuda", requires_grad=True)
+    pattern = causal() & (window(500) | every(64))
+    options = {"at": at, "lengths": at + n, "sink_logits": sink, "softcap": 20.0}
+    explained = rg.explain(q, k, v, pattern, **options)
+    assert (explained.backend, explained.variant) == ("triton", "few queries")
+    for _ in range(2):
+        found, formula = (
+            rg.attention(q, k, v, pattern, **options, backend=name) for name in ("auto", "reference")
+        )
+        assert close([found], [formula])
+        assert close(gradients(found, [q, k, v, sink]), gradients(formula, [q, k, v, sink]))
+        at.add_(-1)
+    fixed = [x.detach() for x in (q, k, v)]
+    rg.attention(*fixed, pattern, at=at)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = rg.attention(*fixed, pattern, at=at)
+    at.add_(-17)
+    graph.replay()
+    assert torch.equal(replayed, rg.attention(*fixed, pattern, at=at))
+
+
+@THEIRS
+def test_a_few_queries_after_many_keys_need_no_plan():
+    q, k, v = (x.detach() for x in heads(4096))
+    pattern = causal() & (window(500) | every(64))
+    for n, m in ((5, 4000), (5, 4001), (16, 3777)):
+        given = q[:, :, :n], k[:, :, :m], v[:, :, :m]
+        assert rg.explain(*given, pattern).variant == "few queries"
+        assert close([rg.attention(*given, pattern)], [rg.attention(*given, pattern, backend="reference")])
+
+
+@THEIRS
+def test_what_no_kernel_runs_holds_the_pairs_of_a_chunk(monkeypatch):
+    """Of 8192 × 8192 pairs of two heads, less than a quarter; the results are those of one chunk."""
+    n, table = 8192, 8192**2 * 2
+    options = {
+        "float64": ({"dtype": torch.float64}, {}),
+        "wide": ({"d": 320, "dtype": torch.bfloat16}, {}),
+        "hard": ({}, {"scale": float("inf")}),
+    }
+    for name, (of_tensors, of_call) in options.items():
+        kind = {"d": 32, "dtype": torch.float32} | of_tensors
+        g = torch.Generator("cuda").manual_seed(1)
+        shape = 1, 2, n, kind["d"]
+        q, k, v = (torch.randn(shape, device="cuda", generator=g).to(kind["dtype"]) for _ in range(3))
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        found = []
+        for chunk in (1 << 21, 1 << 40):
+            monkeypatch.setattr(query_chunks, "PAIRS", chunk)
+            monkeypatch.setattr(query_chunks, "SCORES", chunk)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            o = rg.attention(*inputs, SPARSE, **of_call)
+            found.append([o.detach(), *torch.autograd.grad(o.sin().sum(), inputs)])
+            # Beside results, sums in float32 and the workspace of PyTorch's kernels.
+            held = torch.cuda.max_memory_allocated() - before - 12 * q.nbytes
+            assert (held < table // 4 * kind["dtype"].itemsize) == (chunk == 1 << 21), (name, chunk)
+        off = {torch.float64: 1e-12, torch.float32: 1e-4}.get(kind["dtype"], 0.05)
+        for x, y in zip(*found):
+            assert float((x - y).abs().max()) <= off * float(y.abs().max()), name
 
 
 @THEIRS

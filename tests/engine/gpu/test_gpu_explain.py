@@ -66,11 +66,11 @@ def take(modules):
     return taken
 
 
-def variant(forward, backward, grad):
+def variant(forward, backward, grad, n):
     """The variant of triton that these kernels are."""
     names = ["Hopper" if any(".hopper." in module for module in forward) else "general kernels"]
     if any(module.endswith(".decode_kernel") for module in forward):
-        names = ["one query"]
+        names = ["one query" if n == 1 else "few queries"]
     if grad and any(module.endswith(", lists") for module in backward):
         names.append("one-launch backward")
     return ", ".join(names)
@@ -99,7 +99,11 @@ def test_what_is_explained_is_what_runs(seeds, launched):
                 # A pattern without a pair at this size may launch nothing.
                 assert not ran and (forward or not result.needed), (seed, given[3], options)
                 if result.needed:
-                    assert variant(forward, backward, grad) == result.variant, (seed, given[3], options)
+                    assert variant(forward, backward, grad, given[0].shape[-2]) == result.variant, (
+                        seed,
+                        given[3],
+                        options,
+                    )
             else:
                 assert set(ran) == {f"{result.backend}, {result.variant}"}, (seed, given[3], options)
                 assert not forward

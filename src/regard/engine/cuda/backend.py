@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from ...pattern import Pattern, full, neighborhood
-from ...pattern.one_query import keys_visited, run_formulas
+from ...pattern.one_query import keys_visited
 from ...position import ByDistance
 from ..call import NO_SEED, Call, CallFacts, Extras, Options, Outputs, Prepared, needs_grad
 from ..compiled_ops import sample_seed, sparse_attention
 from ..gpu_estimates import triton_dense, triton_documents
 from ..plan import plan, why_masked
-from .call import CallLayout, Task, contiguous, one_launch, task
+from .call import CallLayout, Task, contiguous, has_few_queries, one_launch, task
 from .documents import Packed, for_hopper
 
 MAX_HEAD_DIM = 256  # what the kernels hold
-MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
 # A dense pair takes half a picosecond on an H200. What the CPU needs for a call, in seconds (the group `short` of
 # bench/gpu_entry_point.py): forward; with backward by one launch, which is the least there is, by three of a prepared
 # call, which is as much as SDPA's (gpu_rows.py, host), and with lengths, a bias or other terms.
@@ -47,7 +46,7 @@ class Triton:
             return "the Triton kernels take float32, float16 or bfloat16, not float64"
         if max(f.d_k, f.d_v) > MAX_HEAD_DIM:
             return f"heads {max(f.d_k, f.d_v)} wide do not fit the Triton kernels, which hold {MAX_HEAD_DIM}"
-        if _decodes(f):
+        if _has_few_queries(f):
             return None
         if torch.compiler.is_compiling() or f.unmasked:  # sizes may be symbols; every pair has a plan
             return None
@@ -114,7 +113,10 @@ def _computed(f: CallFacts) -> int:
     """The pairs of one head; of documents, of one head of all batch rows whose ids may differ."""
     if isinstance(f.pattern, Packed):
         return f.pattern.pairs(f.n, f.offset[0]) * f.data_rows // f.pattern.rows
-    return keys_visited(f.pattern, f.offset[0], f.m) if _decodes(f) else plan(*f.place).computed
+    if not _has_few_queries(f):
+        return plan(*f.place).computed
+    start, step = f.offset
+    return f.n * keys_visited(f.pattern, start + step * (f.n - 1), f.m)
 
 
 def _visited(f: CallFacts) -> int:
@@ -124,33 +126,30 @@ def _visited(f: CallFacts) -> int:
 
 
 def _without_positions(f: CallFacts) -> CallFacts:
-    """The same call without per-row query positions, if the kernels support those: one query per batch row, without
-    gradients, and not under a compiler."""
-    supported = f.row_offsets and _decodes(f) and not f.grad and not f.observed
+    """The same call without per-row query positions, if the kernels support those: not under a compiler."""
+    supported = f.row_offsets and _has_few_queries(f) and not f.observed
     return replace(f, row_offsets=False) if supported else f
 
 
-def _decodes(f: CallFacts) -> bool:
+def _has_few_queries(f: CallFacts) -> bool:
     if torch.compiler.is_compiling() or f.bias != "none" or f.dropout_p:
         return False
-    return decodes(f.pattern, f.n, f.heads // f.kv_heads)
-
-
-def decodes(pattern: Pattern, n: int, group: int) -> bool:
-    """Whether the kernel for one query per batch row supports a call without bias and dropout."""
-    return n == 1 and group <= MAX_GROUP and run_formulas(pattern) is not None
+    return has_few_queries(f.pattern, f.n, f.m, f.heads // f.kv_heads, f.row_offsets)
 
 
 def variant(f: CallFacts) -> str:
     """Which kernels run, for contiguous tensors: those for Hopper, one launch for the whole backward pass."""
     if torch.compiler.is_compiling() or isinstance(f.pattern, Packed):
         return "Hopper" if isinstance(f.pattern, Packed) else "general kernels"
-    name = "one query" if _decodes(f) else "Hopper" if _hopper_passes(f) else "general kernels"
+    if _has_few_queries(f):
+        name = "one query" if f.n == 1 else "few queries"
+    else:
+        name = "Hopper" if _hopper_passes(f) else "general kernels"
     return f"{name}, one-launch backward" if f.grad and _backward_in_one_launch(f) else name
 
 
 def _backward_in_one_launch(f: CallFacts) -> bool:
-    terms = f.lengths or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
+    terms = f.lengths or f.bias != "none" or f.softcap is not None or f.dropout_p > 0 or f.row_offsets
     return not terms and one_launch(f.place, f.flat_heads, max(f.d_k, f.d_v), f.dtype)
 
 

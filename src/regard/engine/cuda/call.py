@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...pattern import Pattern
+from ...pattern.one_query import run_formulas
 from ..call import Extras, Options, Place
 from .documents import Packed
 
@@ -106,6 +107,17 @@ def padded(d: int) -> int:
 def default(d_k: int, d_v: int, dtype: torch.dtype) -> Configs:
     """The stored configuration of these widths, at most 256."""
     return (SINGLE if dtype == torch.float32 else HALF)[max(32, padded(d_k), padded(d_v))]
+
+
+MAX_GROUP = 64  # query heads per key head of the kernel for few queries: one tile
+MIN_KEYS = 8  # for each of several queries: with fewer, a plan is worth its time
+
+
+def has_few_queries(pattern: Pattern, n: int, m: int, group: int, per_row: bool) -> bool:
+    """Whether a call without bias and dropout runs without a plan: one query, a few that continue a long sequence, or
+    any number whose positions differ by batch row. Their keys are formulas of the position."""
+    few = n == 1 or per_row or (n * group <= MAX_GROUP and m >= MIN_KEYS * n)
+    return few and group <= MAX_GROUP and run_formulas(pattern) is not None
 
 
 # What is computed
@@ -276,9 +288,22 @@ class CallLayout(NamedTuple):
         """The layout of o, with the axes in the same order in memory as in q. A model that stores the heads of a
         position together, and reads o in that order, then needs no copy of it."""
         (b, h, n, _), d_v = self.tensors[0].shape, self.tensors[2].shape[-1]
-        if self.tensors[0].stride[1] < self.tensors[0].stride[2] and n > 1 and h > 1:
+        if (
+            not self.has_few_queries
+            and self.tensors[0].stride[1] < self.tensors[0].stride[2]
+            and n > 1
+            and h > 1
+        ):
             return Layout((b, h, n, d_v), (n * h * d_v, d_v, h * d_v, 1), True)
         return contiguous(b, h, n, d_v)
+
+    @property
+    def has_few_queries(self) -> bool:
+        """Whether the forward kernel for few queries runs it; its output is contiguous."""
+        (_, h, h_kv, n, m, *_), task = self.sizes, self.task
+        has_bias = task.reach is not None or task.has_slopes
+        sizes = n, m, h // h_kv, self.per_row
+        return not has_bias and not task.dropout_p and has_few_queries(task.pattern, *sizes)
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:

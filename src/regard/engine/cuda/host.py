@@ -74,7 +74,7 @@ def prepared_backward(call: CallLayout) -> Callable[..., tuple[Tensor | None, ..
 
     def backward(tensors, dlse, extras):
         results = outputs(tensors)
-        inputs = () if plain else _present(dlse, *extras[:3], extras.sink)
+        inputs = () if plain else _present(dlse, *extras[:3], extras.at, extras.sink)
         run((*tensors, *inputs, *results), extras.seed)
         if plain:
             return results
@@ -211,7 +211,7 @@ _grad_enabled, _is_capturing = torch.is_grad_enabled, compat.stream_is_capturing
 
 class PreparedAttention:
     """(q, k, v) → o for one task and one shape of each tensor; differentiable if `learns`. Also
-    (q, k, v, lengths, at, sink) → o: integers per batch row (`at` without gradients), and a number per head.
+    (q, k, v, lengths, at, sink) → o: integers per batch row, and a number per head.
     """
 
     def __init__(self, task: Task, learns: bool, repeats: bool = True):
@@ -229,7 +229,7 @@ class PreparedAttention:
             return _apply(q, k, v, self) if self.learns else self.forward(q, k, v)[0]
         lengths, at, sink = rows
         if self.learns:
-            return _apply(q, k, v, self, None, None, lengths, NO_SEED, sink)
+            return _apply(q, k, v, self, None, None, lengths, NO_SEED, at, sink)
         return self.forward(q, k, v, Extras(lengths=lengths, at=at, sink=sink))[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = PLAIN) -> tuple[Tensor, Tensor, Any]:
@@ -275,7 +275,7 @@ class PreparedAttention:
 
 def attend(task: Task, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
     """As `forward`, with gradients."""
-    return _apply(q, k, v, PreparedAttention(task, True, repeats=False), *extras[:4], extras.sink)
+    return _apply(q, k, v, PreparedAttention(task, True, repeats=False), *extras[:5], extras.sink)
 
 
 def _stream(x: Tensor) -> int:
@@ -304,7 +304,7 @@ def _readable(*tensors: Tensor) -> bool:
 
 
 class _Attend(torch.autograd.Function):
-    """(q, k, v) → o, or (q, k, v, table, slopes, lengths, seed, sink) → o; and lse, if the call is not repeated.
+    """(q, k, v) → o, or (q, k, v, table, slopes, lengths, seed, at, sink) → o; and lse, if the call is not repeated.
 
     A sink has no value: the other gradients have the formula without it, applied to the lse and o that include it.
     """
@@ -316,9 +316,11 @@ class _Attend(torch.autograd.Function):
             o, lse, ctx.token = attention.forward(q, k, v)
             ctx.save_for_backward(q, k, v, o, lse)
             return o
-        table, slopes, lengths, ctx.seed, sink = inputs
-        o, lse, ctx.token = attention.forward(q, k, v, Extras(table, slopes, lengths, ctx.seed, sink=sink))
-        ctx.save_for_backward(q, k, v, o, lse, table, slopes, lengths, sink)
+        table, slopes, lengths, ctx.seed, at, sink = inputs
+        o, lse, ctx.token = attention.forward(
+            q, k, v, Extras(table, slopes, lengths, ctx.seed, at, sink=sink)
+        )
+        ctx.save_for_backward(q, k, v, o, lse, table, slopes, lengths, at, sink)
         if attention.token is not None:
             return o
         ctx.set_materialize_grads(False)
@@ -334,14 +336,14 @@ class _Attend(torch.autograd.Function):
         elif len(tensors) == 5:
             results = attention.backward(ctx.token, tensors, grads)
         else:
-            *saved, table, slopes, lengths, sink = tensors
-            _, _, _, _, of_table, of_slopes, _, _, of_sink = ctx.needs_input_grad
-            extras = Extras(table, slopes, lengths, ctx.seed, sink=sink if of_sink else None)
+            *saved, table, slopes, lengths, at, sink = tensors
+            _, _, _, _, of_table, of_slopes, _, _, _, of_sink = ctx.needs_input_grad
+            extras = Extras(table, slopes, lengths, ctx.seed, at, sink=sink if of_sink else None)
             results = attention.backward(ctx.token, saved, grads, extras, of_table or of_slopes)
         if len(tensors) == 5:
             return *results[:3], None
         dq, dk, dv, dtable, dslopes, dsink = results if len(results) == 6 else (*results, None, None, None)
-        return dq, dk, dv, None, dtable, dslopes, None, None, dsink
+        return dq, dk, dv, None, dtable, dslopes, None, None, None, dsink
 
 
 _apply = compat.apply_of(_Attend)  # under transforms of torch.func, calls run in compiled_ops
@@ -350,13 +352,15 @@ _apply = compat.apply_of(_Attend)  # under transforms of torch.func, calls run i
 def _differentiable_gradients(grads: Any, task: Task, *saved: Any) -> tuple[Tensor | None, ...]:
     """Of q, k, v, table, slopes and sink, by the formula."""
     q, k, v, _, _, *inputs = saved
-    table, slopes, lengths, sink = inputs or (None,) * 4
+    table, slopes, lengths, at, sink = inputs or (None,) * 5
     if table is not None or slopes is not None or task.dropout_p:
         raise BackendError(
             "double backward (create_graph=True) is not supported by backend='triton' with bias by distance "
             "or dropout; use backend='sdpa'"
         )
     terms = task.scale, task.softcap, sink
-    call = Call(q, k, v, task.pattern, None, lengths, None, *terms, at=(task.start, task.step))
+    call = Call(
+        q, k, v, task.pattern, None, lengths, None, *terms, at=(task.start, task.step) if at is None else at
+    )  # fmt: skip
     dq, dk, dv, *dsink = gradients(grads, call)
     return dq, dk, dv, None, None, *(dsink or [None])

@@ -7,17 +7,14 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from ...pattern.one_query import keys_visited, run_formulas
-from .backend import decodes
 from .call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, one_launch_config, padded
-from .mask import compiled, runs
+from .mask import compiled
 from .prepared import Arguments, Backward, Launch, Program
 from .schedule import DevicePass, DevicePasses, device_passes
 from .tile_lists import one_launch_tables
 from .triton.backward import FOR_KEYS, FOR_QUERIES, bias_kernel, gradients_kernel, sum_kernel
-from .triton.forward import SLOPES, TABLE, Static, decode_kernel, forward_kernel, merge_kernel, static
+from .triton.forward import SLOPES, TABLE, Static, forward_kernel, merge_kernel, static
 
-PIECE = 3  # blocks of keys that one program of the kernel for one query has
 SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly waits for memory
 MERGED = 8  # rows whose parts one program merges
 PARTS = "part_o", "part_lse"  # the workspace for the parts of split tiles
@@ -28,8 +25,10 @@ Launches = list[tuple[Launch, Arguments]]
 
 def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     """Fills o and lse."""
-    if (one_query := decode(call)) is not None:
-        return DevicePasses((), True), one_query
+    if call.has_few_queries:
+        from . import few_queries
+
+        return DevicePasses((), True), few_queries.forward(call)
     task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
     config, (q, k, v), o = call.configs.forward, call.tensors[:3], call.output
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
@@ -45,7 +44,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
         attend = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides,
-            h, b * h, h // h_kv, n, task.start, task.step, *_score_factors(call),
+            h, b * h, h // h_kv, n, task.start, task.step, *score_factors(call),
             S=_static(call, step, config, wide)._replace(SINKS=joins_sink(call, passes)),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", *PARTS, *TERMS, "sink", step.work.items, step.work.blocks
@@ -76,37 +75,12 @@ def merge_parts(
     return launch, ("o", "lse", *PARTS, joins)
 
 
-def decode(call: CallLayout) -> Program | None:
-    """Fills o and lse of one query per batch row; None if the general kernels run the call."""
-    task, (b, h, h_kv, n, m, d_k, d_v), (q, k, v) = call.task, call.sizes, call.tensors[:3]
-    has_bias = task.reach is not None or task.has_slopes
-    if has_bias or task.dropout_p or not decodes(task.pattern, n, h // h_kv):
-        return None
-    rows, heads, group = max(16, padded(h // h_kv)), b * h_kv, h // h_kv
-    config = Config(rows, 32 if max(d_k, d_v) > 128 or call.dtype == torch.float32 else 64, 4, 3)
-    blocks = -(-keys_visited(task.pattern, m - 1 if call.per_row else task.start, m) // config.block)
-    pieces = max(1, min(2 * multiprocessors(call.device) // heads, -(-blocks // PIECE)))
-    early = pieces > 1 and is_hopper(call.device)
-    sizes = static(task.pattern, config, call)._replace(
-        SPLIT=pieces > 1, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=exceeds_int32(k, v),
-        GROUP=group, runs=runs(task.pattern), RUNS=len(run_formulas(task.pattern) or ()) // 3, PER_ROW=call.per_row,
-        EARLY=early, SINKS=call.has_sink,
-    )  # fmt: skip
-    launch = Launch(
-        decode_kernel, heads * pieces, config, *q.strides[:2], *k.strides, *v.strides,
-        h_kv, heads, m, task.start, pieces, *_score_factors(call)[:2], S=sizes,
-    )  # fmt: skip
-    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, "lengths", "at", "sink"))]
-    if pieces > 1:
-        join = torch.tensor([[0, 1, group, 0, pieces, 0, 0, 0]], dtype=torch.int32, device=call.device)
-        launches.append(merge_parts(contiguous(b, h_kv, group, d_v), join, config, (0, 0), early=early))
-    parts = pieces * heads * rows if pieces > 1 else 0
-    inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
-    return Program(inputs, launches, parts_workspace(parts, d_v), call.device)
-
-
 def backward(call: CallLayout) -> Backward:
     """Fills dq, dk and dv; for the gradient of a bias also sums of ds (see `bias_gradients`)."""
+    if call.per_row:
+        from . import few_queries
+
+        return few_queries.backward(call)
     return one_launch_backward(call) or hopper_backward(call) or general_backward(call)
 
 
@@ -179,7 +153,7 @@ def _gradients_launch(
     (b, h, h_kv, n, _, _, _), task = call.sizes, call.task
     launch = Launch(
         gradients_kernel, programs, config, *(x for like in (*call.tensors, *outs) for x in like.strides),
-        h, b * h, for_keys, n, task.start, task.step, task.scale, *_score_factors(call),
+        h, b * h, for_keys, n, task.start, task.step, task.scale, *score_factors(call),
         S=static._replace(GROUP=h // h_kv, HAS_DLSE=call.has_dlse),
     )  # fmt: skip
     stats, *others = buffers
@@ -215,7 +189,7 @@ def table_gradient(call: CallLayout, passes: DevicePasses, programs: int) -> Lau
         launch = Launch(
             bias_kernel, programs * b * h, config,
             *q.strides, *k.strides, *v.strides, *do.strides, len(step.work.items), programs,
-            h, b * h, h // h_kv, n, task.start, task.step, *_score_factors(call),
+            h, b * h, h // h_kv, n, task.start, task.step, *score_factors(call),
             S=_static(call, step, config, wide)._replace(SPLIT=False, ACCUMULATES=False),
         )  # fmt: skip
         names = "q", "k", "v", "do", "stats", "near", *TERMS, step.work.items, step.work.blocks
@@ -263,7 +237,7 @@ def _static(call: CallLayout, step: DevicePass, config: Config, wide: bool) -> S
     )  # fmt: skip
 
 
-def _score_factors(call: CallLayout) -> tuple[Any, ...]:
+def score_factors(call: CallLayout) -> tuple[Any, ...]:
     """Scale and softcap in base 2, the reach of the table, the 32-bit threshold of a random number below which a
     weight is dropped, and the factor of the remaining weights."""
     task = call.task

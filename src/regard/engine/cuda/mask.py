@@ -61,9 +61,14 @@ def compiled(pattern: Pattern | None) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def runs(pattern: Pattern) -> Any:
-    """The progressions of keys of one query (see one_query.run_formulas) as a Triton function of p and m."""
-    body = re.sub(r"\b(maximum|minimum|where)\(", r"tl.\1(", ", ".join(run_formulas(pattern) or ()))
+def runs(pattern: Pattern, several: bool) -> Any:
+    """The progressions of keys of one query (see one_query.run_formulas) as a Triton function of p and m; of several
+    queries at positions p, progressions that contain theirs."""
+    formulas = list(run_formulas(pattern) or ())
+    if several:
+        formulas[::3] = (f"tl.min({first} + 0 * p, 0)" for first in formulas[::3])
+        formulas[2::3] = (f"tl.max({end} + 0 * p, 0)" for end in formulas[2::3])
+    body = re.sub(r"\b(maximum|minimum|where)\(", r"tl.\1(", ", ".join(formulas))
     return function("runs", "p, m", f"({body},)")
 
 

@@ -45,10 +45,12 @@ class Static(NamedTuple):
     SIDES: int = 0  # of gradients: FOR_QUERIES, FOR_KEYS or both
     LISTED: bool = False  # tiles and blocks are lists of members; else they are progressions
     GROUP: int = 1  # query heads per key head
-    runs: Any = None  # of one query: (p, m) → first key, step and end of each of RUNS progressions
+    # Of the kernel for few queries:
+    QUERIES: int = 1  # of a tile
+    runs: Any = None  # (p, m) → first key, step and end of each of RUNS progressions
     RUNS: int = 0
-    PER_ROW: bool = False  # of one query: its position differs by batch row
-    EARLY: bool = False  # of one query: the kernel that merges may start before this one ends (Hopper)
+    PER_ROW: bool = False  # positions differ by batch row
+    EARLY: bool = False  # the kernel that merges may start before this one ends (Hopper)
     SINKS: bool = False  # forward: the softmax of each row has one more score, that of its head
     HAS_DLSE: bool = False  # the log-sum-exp has a gradient
     LEARNS: bool = False  # the bias has a gradient
@@ -396,75 +398,3 @@ def merge_kernel(
         in_tile = in_tile & keep(i, i)
     tl.store(LSE + r, top + tl.log(total), mask=in_tile)
     store_rows(O, r, o_n, acc / tl.where(total > 0.0, total, 1.0)[:, None], in_tile, d_v, DV, WIDE)
-
-
-@triton.jit
-def _blocks(first, step, end, B: tl.constexpr):
-    """Blocks of B keys from first on, below end."""
-    return tl.maximum(end - first + step * B - 1, 0) // (step * B)
-
-
-@triton.jit(do_not_specialize=["heads", "all_heads", "m", "start", "pieces"])
-def decode_kernel(
-    Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, AT, SINK, q_b, q_h, k_b, k_h, k_m, v_b, v_h, v_m,
-    heads, all_heads, m, start, pieces, scale2, cap2, S: tl.constexpr,
-):  # fmt: skip
-    """One query per batch row, at position p: a piece of the keys of one key head, for the GROUP query heads that
-    share it. They are one tile, so that each key is read once; the progressions of keys are formulas of p."""
-    if S.EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    bh, b, h, piece = head_of(tl.program_id(0), heads, all_heads)
-    g, c = tl.arange(0, S.R), tl.arange(0, S.B)
-    in_tile = g < S.GROUP
-    p = start
-    if S.PER_ROW:
-        p = tl.load(AT + b).to(tl.int32)
-    limits = limits_of(LIMITS, b, S)
-    Q += b * q_b + h * S.GROUP * q_h
-    K += b * k_b + h * k_h
-    V += b * v_b + h * v_h
-    q = rows_of(Q, g, q_h, in_tile, S.d_k, S.DK, True, S.WIDE)
-    top = tl.full((S.R,), -float("inf"), tl.float32)
-    total = tl.zeros((S.R,), tl.float32)
-    acc = tl.zeros((S.R, S.DV), tl.float32)
-    if S.SINKS:  # noqa: SIM102 (decided when compiling, then when running)
-        if piece == 0:
-            top, total = with_sink(SINK + h * S.GROUP + tl.minimum(g, S.GROUP - 1))
-
-    runs = S.runs(p, m)
-    blocks = 0
-    for w in tl.static_range(S.RUNS):
-        blocks += _blocks(runs[3 * w], runs[3 * w + 1], runs[3 * w + 2], S.B)
-    lo, hi = blocks * piece // pieces, blocks * (piece + 1) // pieces
-    before = 0
-    for w in tl.static_range(S.RUNS):
-        first, step, end = runs[3 * w], runs[3 * w + 1], runs[3 * w + 2]
-        count = _blocks(first, step, end, S.B)
-        for t in range(tl.maximum(lo, before), tl.minimum(hi, before + count)):
-            j = first + step * ((t - before) * S.B + c)
-            valid = within(j < end, j, limits, S)
-            for u in tl.static_range(w):  # a key counts in the first progression that has it
-                inside = (
-                    (j >= runs[3 * u]) & (j < runs[3 * u + 2]) & ((j - runs[3 * u]) % runs[3 * u + 1] == 0)
-                )
-                valid = valid & (inside == 0)
-            k = rows_of(K, j, k_m, valid, S.d_k, S.DK, True, S.WIDE)
-            products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
-            scores, unit, _ = masked_scores(
-                products, p, j[None, :], valid[None, :], valid[None, :], True, 0, 0, 0, (scale2, cap2), S
-            )
-            top, total, acc, weights = update_softmax(scores, unit, top, total, acc)
-            v = rows_of(V, j, v_m, valid, S.d_v, S.DV, True, S.WIDE)
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
-        before += count
-
-    lse = (top + tl.log2(total)) * 0.6931471805599453  # log2(0) = −∞: no allowed key
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if S.SPLIT:
-        at = (piece.to(tl.int64) * all_heads + bh) * S.R + g
-        tl.store(PART_LSE + at, lse)
-        tl.store(PART_O + at[:, None] * S.DV + tl.arange(0, S.DV)[None, :], acc)
-    else:
-        row = bh.to(tl.int64) * S.GROUP
-        tl.store(LSE + row + g, lse, mask=in_tile)
-        store_rows(O + row * S.d_v, g, S.d_v, acc, in_tile, S.d_v, S.DV, False)
