@@ -25,7 +25,7 @@ from ..pattern import At, Pattern, causal, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, calls_with_data, choose, named
-from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced, without_default_offset
+from .call import Bias, Cache, Call, Outputs, broadcasts, facts_of, readable, replaced, without_default_offset
 from .merge import by_heads, merge_sink
 
 # Bound once: looking up torch.compiler.is_compiling takes as long as calling it.
@@ -34,6 +34,7 @@ _transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes
 _higher = compat.higher_derivatives
 _plain_sdpa = F.scaled_dot_product_attention
 INTEGERS = torch.int32, torch.int64
+MAX_QUERIES = 64  # of a call whose number of keys may differ from that of an earlier one
 TENSORS = Tensor, torch.nn.Parameter
 
 Patterns = Pattern | Sequence[Pattern] | Tensor | None
@@ -82,7 +83,7 @@ def attention(
     if rows is None or type(pattern) is Tensor:
         pattern, lengths, at = without_defaults(q, k, pattern, lengths, at)
         rows = _row_extras(q, lengths, at, sink_logits)
-    key = None
+    key = without_keys = None
     if rows is not None and bias is None and not dropout_p and not return_lse and ties == "share":
         key = _cache_key(q, k, v, pattern, (scale, softcap), backend, rows)
     calls: Any = None  # looked up only where there is a key: a compiler guards what it sees of the cache
@@ -90,6 +91,10 @@ def attention(
         calls = PREPARED if type(key[0]) is str else calls_with_data(pattern, key[0])
         if (direct := calls.get(key)) is not None:
             return direct(q, k, v, lengths, at, sink_logits) if rows else direct(q, k, v)
+        if q.is_cuda and not rows and (without_keys := _without_keys(key)) is not None:
+            earlier = PREPARED.get(without_keys)
+            if earlier is not None and (o := earlier(q, k, v)) is not None:
+                return o
     call, front = _checked(
         q, k, v, pattern, lengths=lengths, bias=bias, scale=scale, softcap=softcap, sink_logits=sink_logits,
         ties=ties, dropout_p=dropout_p, at=at, return_lse=return_lse,
@@ -97,7 +102,8 @@ def attention(
     if isinstance(call.pattern, per_head):
         o, lse = by_heads(call, lambda heads: _run(heads, backend))
     else:
-        keep = None if key is None or call.q is not q or call.at is not at else partial(calls.put, key)
+        unchanged = key is not None and call.q is q and call.at is at
+        keep = partial(_keep, calls, (key, without_keys)) if unchanged else None
         o, lse = _run(call, backend, keep)
     if front is not None:
         o, lse = o.reshape(*front, *o.shape[2:]), None if lse is None else lse.reshape(*front, call.n)
@@ -240,6 +246,23 @@ def _cache_key(
         )  # fmt: skip
     except (AttributeError, TypeError, RuntimeError):
         return None  # not dense tensors, or scale not a number: `require_tensors` says so
+
+
+def _without_keys(key: tuple) -> tuple | None:
+    """The key of calls with any number of keys, if one may run by the launches of another: few queries, and no
+    gradients."""
+    text, scale, softcap, grad, q, k, v, *others = key
+    if type(text) is not str or grad or len(q) != 4 or q[2] > MAX_QUERIES:
+        return None
+    return text, scale, softcap, q, (*k[:2], *k[3:]), (*v[:2], *v[3:]), *others
+
+
+def _keep(calls: Cache, keys: tuple[Any, tuple | None], direct: Any) -> None:
+    """For later calls with this key; and for those with another number of keys, which a decoder has at each step."""
+    key, without_keys = keys
+    calls.put(key, direct)
+    if without_keys is not None and hasattr(direct, "with_other_keys"):
+        PREPARED.put(without_keys, direct.with_other_keys)
 
 
 def _is_number(x: object) -> bool:

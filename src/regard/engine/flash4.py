@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -303,12 +304,40 @@ def attend(
     parts = options.parts
     sink = sink.float() if sink is not None and sink.dtype == torch.float64 else sink
     if len(parts) == 1:
+        first, end = parts[0].first, parts[0].end
+        if end - first < k.shape[1]:
+            k, v = k[:, first:end], v[:, first:end]
         o, lse = _part(kernel, (q, k, v), sink, parts[0], options)
         return o.transpose(1, 2), lse
     queries = q.split([part.rows for part in parts], 1)
-    results = [_part(kernel, (x, k, v), sink, part, options) for x, part in zip(queries, parts)]
+    ranges = tuple((part.first, part.end) for part in parts)
+    keys, values = _Ranges.apply(k, ranges), _Ranges.apply(v, ranges)
+    results = [_part(kernel, x, sink, part, options) for x, part in zip(zip(queries, keys, values), parts)]
     o = torch.cat([o for o, _ in results], 1).transpose(1, 2)
     return o, torch.cat([lse for _, lse in results], 2) if options.return_lse else None
+
+
+class _Ranges(torch.autograd.Function):
+    """The rows of x in each of several ranges (first, end). Their gradients are added to that of the longest; PyTorch
+    would fill and add a tensor of all rows for each slice."""
+
+    @staticmethod
+    def forward(ctx, x, ranges):
+        ctx.ranges, ctx.rows = ranges, x.shape[1]
+        return tuple(x[:, first:end] for first, end in ranges)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        pairs = sorted(zip(ctx.ranges, grads), key=lambda pair: pair[0][0] - pair[0][1])
+        if torch.is_grad_enabled():
+            padded = (F.pad(x, (0, 0, 0, 0, first, ctx.rows - end)) for (first, end), x in pairs)
+            return sum(padded), None
+        (first, end), total = pairs[0]
+        if end - first < ctx.rows:
+            total = F.pad(total, (0, 0, 0, 0, first, ctx.rows - end))
+        for (first, end), x in pairs[1:]:
+            total[:, first:end] += x
+        return total, None
 
 
 def _part(
@@ -319,8 +348,6 @@ def _part(
     options: Options,
 ) -> tuple[Tensor, Tensor | None]:
     (q, k, v), documents, batch = tensors, options.documents, None
-    if part.end - part.first < k.shape[1]:
-        k, v = k[:, part.first : part.end], v[:, part.first : part.end]
     arguments: dict[str, Any] = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
     if documents is not None:
         batch = q.shape[0]

@@ -185,6 +185,26 @@ def test_a_few_queries_after_many_keys_need_no_plan():
 
 
 @THEIRS
+@pytest.mark.parametrize("n", [1, 6])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_a_decoder_with_more_keys_at_each_step_prepares_few_calls(n, contiguous, monkeypatch):
+    """Keys are a part of a buffer, or concatenated at each step; with many more of them, a call is prepared anew."""
+    from regard.engine.cuda import host
+
+    g = torch.Generator().manual_seed(n)
+    shapes = (2, 8, n, 64), (2, 2, 4000, 64), (2, 2, 4000, 64)
+    q, k, v = (torch.randn(s, generator=g).to("cuda", torch.bfloat16) for s in shapes)
+    pattern = causal() & (window(700) | every(64))
+    prepared, original = [], host.prepared_forward
+    monkeypatch.setattr(host, "prepared_forward", lambda call: prepared.append(call) or original(call))
+    for m in range(2000, 2600, 40):
+        keys, values = (x[:, :, :m].contiguous() if contiguous else x[:, :, :m] for x in (k, v))
+        o = rg.attention(q, keys, values, pattern)
+        assert close([o], [rg.attention(q, keys, values, pattern, backend="reference")]), m
+    assert len({call.sizes[4] for call in prepared}) == 2, [call.sizes for call in prepared]
+
+
+@THEIRS
 def test_what_no_kernel_runs_holds_the_pairs_of_a_chunk(monkeypatch):
     """Of 8192 × 8192 pairs of two heads, less than a quarter; the results are those of one chunk."""
     n, table = 8192, 8192**2 * 2
@@ -207,7 +227,7 @@ def test_what_no_kernel_runs_holds_the_pairs_of_a_chunk(monkeypatch):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             o = rg.attention(*inputs, SPARSE, **of_call)
-            found.append([o.detach(), *torch.autograd.grad(o.sin().sum(), inputs)])
+            found.append([o.detach(), *torch.autograd.grad(o.sin().sum(), inputs, materialize_grads=True)])
             # Beside results, sums in float32 and the workspace of PyTorch's kernels.
             held = torch.cuda.max_memory_allocated() - before - 12 * q.nbytes
             assert (held < table // 4 * kind["dtype"].itemsize) == (chunk == 1 << 21), (name, chunk)

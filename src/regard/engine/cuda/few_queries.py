@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ...pattern.one_query import keys_visited, neighbors_share_keys, run_formulas
-from .call import CallLayout, Config, contiguous, exceeds_int32, padded
+from .call import CallLayout, Config, contiguous, exceeds_int32, layout, padded
 from .launches import (
     MERGED,
     PARTS,
@@ -29,6 +29,7 @@ from .triton.forward import Static, static
 PIECE = 3  # blocks of keys of one program
 
 
+@lru_cache(maxsize=256)
 def forward(call: CallLayout) -> Program:
     """Fills o and lse."""
     task, (b, h, h_kv, n, m, _, d_v), (q, k, v) = call.task, call.sizes, call.tensors[:3]
@@ -54,6 +55,30 @@ def forward(call: CallLayout) -> Program:
         launches.append(merge_parts(out, joins, replace(config, tile=each), (0, 0), early=early))
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
     return Program(inputs, launches, parts_workspace(parts, d_v), call.device)
+
+
+MAX_GROWTH = 1.25  # of the number of keys, by the launches of another
+
+
+def numbers_for(launch: Launch, call: CallLayout, k: Tensor, v: Tensor) -> tuple[Any, ...] | None:
+    """The numbers of a launch of `forward`, for a call that differs from its own only in the number of keys and their
+    strides. None: the kernel is compiled for other kinds of numbers, or there are many more or fewer keys.
+
+    The sequence of a decoder grows at each step, which would otherwise prepare a call.
+    """
+    (_, _, _, _, before, _, _), m, numbers = call.sizes, k.shape[2], launch.numbers
+    q_strides, old, (h_kv, heads, n, _, start), others = (
+        numbers[:3],
+        numbers[3:9],
+        numbers[9:14],
+        numbers[14:],
+    )
+    new = *k.stride()[:3], *v.stride()[:3]
+    near = before <= m * MAX_GROWTH and m <= before * MAX_GROWTH and v.shape[2] == m >= n
+    same_kind = all(x % 16 == 0 and 1 < x < 2**31 for x in (*old, *new)) and k.stride(3) == v.stride(3) == 1
+    if not (near and same_kind) or exceeds_int32(layout(k), layout(v)) or exceeds_int32(*call.tensors):
+        return None
+    return *q_strides, *new, h_kv, heads, n, m, start + m - before, *others
 
 
 @lru_cache(maxsize=256)

@@ -14,10 +14,10 @@ from ... import compat
 from ...errors import BackendError
 from ..call import NO_SEED, Cache, Call, Extras
 from ..reference_backend import gradients
-from . import launches
+from . import few_queries, launches
 from .call import PLAIN, CallLayout, Task, call_layout, kinds_of_rows, on_device, padded
 from .documents import Packed
-from .prepared import PREPARED, current_device, raw_stream
+from .prepared import PREPARED, current_device, hooks_set, raw_stream
 
 # Prepared calls: for one layout of the tensors, what is allocated and launched.
 
@@ -223,6 +223,7 @@ class PreparedAttention:
         # created on, and not in a CUDA graph: a kernel could still write to it after its memory was reused.
         self.spare: Tensor | None = None
         self.stream = -1
+        self.few_queries: CallLayout | None = None  # of the last call that was prepared, if it had few
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Tensor:
         if not rows:
@@ -250,12 +251,29 @@ class PreparedAttention:
             return o, lse, token
         token = None
         if _readable(q, k, v):
-            run = prepared_forward(call_layout(self.task, (q, k, v), extras))
+            call = call_layout(self.task, (q, k, v), extras)
+            run = prepared_forward(call)
             _, token = self.launches.put(key, (run, object()))
+            if extras is PLAIN and call.has_few_queries and not self.learns:
+                self.few_queries = call
         o, lse = forward(q, k, v, self.task, extras)
         if not self.learns and lse.numel() <= MAX_SPARE and not _in_graph(q):
             self.spare, self.stream = lse, _stream(q)
         return o, lse, token
+
+    def with_other_keys(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """o, where nothing but the number of keys differs from an earlier call; None: it has to be prepared."""
+        call = self.few_queries
+        if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or not _on_current_device(q):
+            return None
+        program = few_queries.forward(call)
+        numbers = few_queries.numbers_for(program.launches[0][0], call, k, v)
+        if numbers is None or q.stride() != call.tensors[0].stride or not program.direct or hooks_set():
+            return None
+        o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], device=q.device)
+        program.run((q, k, v, o, lse), numbers=numbers)
+        return o
 
     def backward(
         self, token: Any, saved: Any, grads: Any, extras: Extras = PLAIN, bias_gradient: bool = False

@@ -119,10 +119,12 @@ class Program:
         self.offsets = [4 * x for x in accumulate([0, *self.pieces[:-1]])]
         self.direct: list[tuple[Any, ...]] = []  # what to launch with addresses, once all is compiled
 
-    def run(self, tensors: Sequence[Tensor], seed: int = NO_SEED) -> None:
+    def run(self, tensors: Sequence[Tensor], seed: int = NO_SEED, numbers: tuple[Any, ...] = ()) -> None:
+        """numbers: of the first launch, instead of its own; it has no tables, and its kernel is compiled for both."""
         if self.on_gpu and _is_capturing():
             REPLAYED.add(self)
         if not self.direct or hooks_set():
+            assert not numbers
             self._through_triton(tensors, seed)
             return
         addresses = [*map(_address, tensors), seed]
@@ -132,6 +134,8 @@ class Program:
             addresses += [base + x for x in self.offsets]
         stream = raw_stream(current_device())
         for run, grid, handles, pick, others in self.direct:
+            if numbers:
+                others, numbers = (*numbers, *others[len(numbers) :]), ()
             run(*grid, stream, *handles, *pick(addresses), *others)
 
     def _through_triton(self, tensors: Sequence[Tensor], seed: int) -> None:
