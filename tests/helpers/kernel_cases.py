@@ -424,7 +424,9 @@ def _every_dtype() -> Iterator[Case]:
         yield from (case for case in every_one if case.name not in run)
 
 
-DRAWS = 8  # of a small case on a GPU: an output of few numbers may be exact by chance in plain PyTorch
+# Of a small case on a GPU, and on a CPU if the first is not exact enough: in plain PyTorch an output of few numbers may be
+# exact by chance, which differs between processors.
+DRAWS = 8
 IN_FLOAT32 = ("window | every", "grouped heads", "lengths", "split rows that go on", "table", "dropout")
 ON_GPU, EVERY_DTYPE = list(_on_gpu()), list(_every_dtype())
 
@@ -749,7 +751,8 @@ def outcome(case: Case, device: str) -> dict[str, Any]:
     configs = small if device == "cpu" and not case.stored else None
     found, one_launch = counted(launches, lambda: fast(case, device, configs))
     result = deviations(case, device, found)
-    for draw in range(1, DRAWS if device == "cuda" and case.n < LONG else 1):
+    repeats = case.n < LONG if device == "cuda" else any(not error <= most for error, most in result.values())
+    for draw in range(1, DRAWS if repeats else 1):
         other = replace(case, draw=draw)
         for name, pair in deviations(other, device, fast(other, device, configs)).items():
             both = torch.tensor([result[name], pair], dtype=torch.float64)
