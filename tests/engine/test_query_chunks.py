@@ -148,12 +148,10 @@ def test_what_cannot_be_computed_twice_is_not_cut(monkeypatch):
     q, k, v = leaves()
     ids = torch.arange(24) // 6
     rg.attention(q, k, v, PATTERN, at=4, dropout_p=0.5, backend="sdpa")  # drawn at random
-    rg.attention(
-        q, k, v, rg.documents(ids), at=4, backend="sdpa"
-    )  # the ids may change before the backward pass
-    rg.attention(
-        q, k, v, PATTERN, at=4, bias=leaf(4, 20, 24, seed=9), backend="sdpa"
-    )  # its gradient is n × m
+    # The ids may change before the backward pass.
+    rg.attention(q, k, v, rg.documents(ids), at=4, backend="sdpa")
+    # The gradient of this bias has n × m numbers.
+    rg.attention(q, k, v, PATTERN, at=4, bias=leaf(4, 20, 24, seed=9), backend="sdpa")
     assert not sizes
     with torch.no_grad():
         rg.attention(q, k, v, rg.documents(ids), at=4, backend="sdpa")

@@ -23,29 +23,33 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Job(NamedTuple):
-    """What computes a call; `formula` is differentiable any number of times."""
+    """How a call is computed, without its tensors, which autograd saves."""
 
     run: Run
-    formula: Run
-    call: Call
+    formula: Run  # differentiable any number of times
+    settings: dict[str, Any]  # the fields of the call that are no tensors
+    by_distance: bool  # the call has a bias by distance
     queries: int  # of a chunk
 
-    def of(self, tensors: Tensors) -> "Job":
-        return self._replace(call=_with_tensors(self.call, tensors))
+    def call(self, tensors: Tensors) -> Call:
+        return Call(**{**self.settings, **_fields(tensors, self.by_distance)})
 
-    def without_tensors(self) -> "Job":
-        """What a backward pass needs beside the tensors that autograd saves."""
-        return self.of((None, None, None, *_tensors(self.call)[3:5], *(None,) * 5))
+    def chunks(self, n: int) -> Iterator[slice]:
+        return (slice(at, at + self.queries) for at in range(0, n, self.queries))
 
-    def chunks(self) -> Iterator[slice]:
-        return (slice(at, at + self.queries) for at in range(0, self.call.n, self.queries))
+
+def _job(run: Run, formula: Run, call: Call, queries: int) -> Job:
+    by_distance = isinstance(call.bias, ByDistance)
+    tensors = _fields(_tensors(call), by_distance)
+    settings = {name: getattr(call, name) for name in Call.__dataclass_fields__ if name not in tensors}
+    return Job(run, formula, settings, by_distance, queries)
 
 
 def by_queries(call: Call, run: Run, formula: Run, holds_scores: bool) -> Outputs:
     """run(call), in chunks if one call would hold a large table. holds_scores: one of scores for each head."""
     if not _repeatable(call) or (queries := queries_at_a_time(call, holds_scores)) >= call.n:
         return run(call)
-    return _ByQueries.apply(Job(run, formula, call, queries), *_tensors(call))
+    return _ByQueries.apply(_job(run, formula, call, queries), *_tensors(call))
 
 
 def gradients_by_queries(grads: Tensors, call: Call, formula: Run) -> Tensors | None:
@@ -53,7 +57,7 @@ def gradients_by_queries(grads: Tensors, call: Call, formula: Run) -> Tensors | 
     None: the call is short enough without chunks, or cannot be computed twice."""
     if not _repeatable(call) or (queries := queries_at_a_time(call, True)) >= call.n:
         return None
-    return _Gradients.apply(Job(formula, formula, call, queries), *grads, *_tensors(call))
+    return _Gradients.apply(_job(formula, formula, call, queries), *grads, *_tensors(call))
 
 
 def queries_at_a_time(call: Call, holds_scores: bool) -> int:
@@ -90,11 +94,16 @@ def _tensors(call: Call) -> Tensors:
     return call.q, call.k, call.v, *of_distance, call.sink_logits, added, call.table, call.lengths, at
 
 
-def _with_tensors(call: Call, tensors: Tensors) -> Call:
+def _fields(tensors: Tensors, by_distance: bool) -> dict[str, Any]:
+    """The inverse of `_tensors`: fields of a call."""
     q, k, v, table, slopes, sink, added, allowed, lengths, at = tensors
-    bias = ByDistance(table, slopes) if isinstance(call.bias, ByDistance) else added
-    others = {"bias": bias, "sink_logits": sink, "table": allowed, "lengths": lengths}
-    return replaced(call, q=q, k=k, v=v, at=call.at if at is None else at, **others)
+    bias = ByDistance(table, slopes) if by_distance else added
+    fields = {"q": q, "k": k, "v": v, "bias": bias, "sink_logits": sink, "table": allowed, "lengths": lengths}
+    return fields if at is None else {**fields, "at": at}
+
+
+def _with_tensors(call: Call, tensors: Tensors) -> Call:
+    return replaced(call, **_fields(tensors, isinstance(call.bias, ByDistance)))
 
 
 def _chunk(call: Call, rows: slice) -> Call:
@@ -119,20 +128,21 @@ class _ByQueries(torch.autograd.Function):
     @staticmethod
     def forward(ctx, job, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.job = job.without_tensors()
+        ctx.job = job
         # Lengths and offsets are often one buffer that every step overwrites.
         ctx.save_for_backward(*tensors[:-2], *(None if x is None else x.clone() for x in tensors[-2:]))
-        o, lse = zip(*(job.run(_chunk(job.call, rows)) for rows in job.chunks()))
+        call = job.call(tensors)
+        o, lse = zip(*(job.run(_chunk(call, rows)) for rows in job.chunks(call.n)))
         return torch.cat(o, -2), None if lse[0] is None else torch.cat(lse, -1)
 
     @staticmethod
     def backward(ctx, *grads):
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            job = ctx.job.of(tensors)._replace(run=ctx.job.formula)
+            job = ctx.job._replace(run=ctx.job.formula)
             results = _Gradients.apply(job, *grads, *tensors)
         else:
-            results = _gradients(ctx.job.of(tensors), grads, needed)
+            results = _gradients(ctx.job, tensors, grads, needed)
         return None, *_padded(results, needed)
 
 
@@ -142,14 +152,14 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, job, *inputs):
         ctx.set_materialize_grads(False)
-        ctx.job = job.without_tensors()
+        ctx.job = job
         ctx.save_for_backward(*inputs)
-        return _gradients(job, inputs[:2], [x is not None for x in inputs[2:]])
+        return _gradients(job, inputs[2:], inputs[:2], [x is not None for x in inputs[2:]])
 
     @staticmethod
     def backward(ctx, *grads):
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        results = _second_gradients(ctx.job.of(inputs[2:]), inputs[:2], grads, torch.is_grad_enabled())
+        results = _second_gradients(ctx.job, inputs, grads, torch.is_grad_enabled())
         return None, *_padded(results, needed)
 
 
@@ -158,31 +168,31 @@ def _padded(grads: Tensors, needed: Sequence[bool]) -> Tensors:
     return tuple(x if need else None for x, need in zip_longest(grads, needed))
 
 
-def _gradients(job: Job, grads: Tensors, needed: Sequence[bool]) -> Tensors:
+def _gradients(job: Job, tensors: Tensors, grads: Tensors, needed: Sequence[bool]) -> Tensors:
     """Those of the first tensors of a call, as far as they are needed."""
-    sums = _Sums(_tensors(job.call)[:LEARNED], by_query=1)
-    for rows in job.chunks():
+    call, sums = job.call(tensors), _Sums(tensors[:LEARNED], by_query=1)
+    for rows in job.chunks(call.n):
         with torch.enable_grad():
-            call, leaves = _detached(_chunk(job.call, rows), needed)
-            outputs = job.run(call)
+            chunk, leaves = _detached(_chunk(call, rows), needed)
+            outputs = job.run(chunk)
         sums.add(rows, _grad(outputs, leaves, _of_queries(grads, rows)))
     return sums.results
 
 
-def _second_gradients(job: Job, grads: Tensors, of_gradients: Tensors, create_graph: bool) -> Tensors:
-    """Those of the gradients of o and lse, and of the first tensors of a call. create_graph: these are differentiated
-    as well, and the call is one chunk."""
-    sums = _Sums((*grads, *_tensors(job.call)[:LEARNED]), by_query=3)
-    queries = job.call.n if create_graph else max(job.queries // 4, MIN_QUERIES)  # each holds more
-    for rows in job._replace(queries=queries).chunks():
+def _second_gradients(job: Job, inputs: Tensors, of_gradients: Tensors, create_graph: bool) -> Tensors:
+    """Those of the inputs of `_Gradients`: of the gradients of o and lse, and of the first tensors of a call.
+    create_graph: these are differentiated as well, and the call is one chunk."""
+    call, grads, sums = job.call(inputs[2:]), inputs[:2], _Sums(inputs[: 2 + LEARNED], by_query=3)
+    queries = call.n if create_graph else max(job.queries // 4, MIN_QUERIES)  # each holds more
+    for rows in job._replace(queries=queries).chunks(call.n):
         with torch.enable_grad():
-            call, own = _chunk(job.call, rows), _of_queries(grads, rows)
+            chunk, own = _chunk(call, rows), _of_queries(grads, rows)
             if create_graph:
-                call, leaves, own = *_aliased(call), tuple(map(alias, own))
+                chunk, leaves, own = *_aliased(chunk), tuple(map(alias, own))
             else:
-                call, leaves = _detached(call, [True] * LEARNED)
+                chunk, leaves = _detached(chunk, [True] * LEARNED)
                 own = tuple(None if x is None else x.detach().requires_grad_() for x in own)
-            first = _grad(job.formula(call), leaves, own, create_graph=True)
+            first = _grad(job.formula(chunk), leaves, own, create_graph=True)
             others = *_of_queries(of_gradients[:1], rows), *of_gradients[1:]
             sums.add(rows, _grad(first, (*own, *leaves), others, create_graph))
     return sums.results

@@ -288,12 +288,8 @@ class CallLayout(NamedTuple):
         """The layout of o, with the axes in the same order in memory as in q. A model that stores the heads of a
         position together, and reads o in that order, then needs no copy of it."""
         (b, h, n, _), d_v = self.tensors[0].shape, self.tensors[2].shape[-1]
-        if (
-            not self.has_few_queries
-            and self.tensors[0].stride[1] < self.tensors[0].stride[2]
-            and n > 1
-            and h > 1
-        ):
+        _, of_head, of_query, _ = self.tensors[0].stride
+        if not self.has_few_queries and of_head < of_query and n > 1 and h > 1:
             return Layout((b, h, n, d_v), (n * h * d_v, d_v, h * d_v, 1), True)
         return contiguous(b, h, n, d_v)
 

@@ -63,22 +63,15 @@ MAX_GROWTH = 1.25  # of the number of keys, by the launches of another
 def numbers_for(launch: Launch, call: CallLayout, k: Tensor, v: Tensor) -> tuple[Any, ...] | None:
     """The numbers of a launch of `forward`, for a call that differs from its own only in the number of keys and their
     strides. None: the kernel is compiled for other kinds of numbers, or there are many more or fewer keys.
-
-    The sequence of a decoder grows at each step, which would otherwise prepare a call.
-    """
+    The sequence of a decoder grows at each step, which would otherwise prepare a call."""
     (_, _, _, _, before, _, _), m, numbers = call.sizes, k.shape[2], launch.numbers
-    q_strides, old, (h_kv, heads, n, _, start), others = (
-        numbers[:3],
-        numbers[3:9],
-        numbers[9:14],
-        numbers[14:],
-    )
+    q_strides, old, (h_kv, heads, n, _, start) = numbers[:3], numbers[3:9], numbers[9:14]
     new = *k.stride()[:3], *v.stride()[:3]
     near = before <= m * MAX_GROWTH and m <= before * MAX_GROWTH and v.shape[2] == m >= n
     same_kind = all(x % 16 == 0 and 1 < x < 2**31 for x in (*old, *new)) and k.stride(3) == v.stride(3) == 1
     if not (near and same_kind) or exceeds_int32(layout(k), layout(v)) or exceeds_int32(*call.tensors):
         return None
-    return *q_strides, *new, h_kv, heads, n, m, start + m - before, *others
+    return *q_strides, *new, h_kv, heads, n, m, start + m - before, *numbers[14:]
 
 
 @lru_cache(maxsize=256)
