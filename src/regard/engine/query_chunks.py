@@ -175,7 +175,7 @@ def _gradients(job: Job, tensors: Tensors, grads: Tensors, needed: Sequence[bool
         with torch.enable_grad():
             chunk, leaves = _detached(_chunk(call, rows), needed)
             outputs = job.run(chunk)
-        sums.add(rows, _grad(outputs, leaves, _of_queries(grads, rows)))
+        sums.add(rows, differentiate(outputs, leaves, _of_queries(grads, rows)))
     return sums.results
 
 
@@ -192,9 +192,9 @@ def _second_gradients(job: Job, inputs: Tensors, of_gradients: Tensors, create_g
             else:
                 chunk, leaves = _detached(chunk, [True] * LEARNED)
                 own = tuple(None if x is None else x.detach().requires_grad_() for x in own)
-            first = _grad(job.formula(chunk), leaves, own, create_graph=True)
+            first = differentiate(job.formula(chunk), leaves, own, create_graph=True)
             others = *_of_queries(of_gradients[:1], rows), *of_gradients[1:]
-            sums.add(rows, _grad(first, (*own, *leaves), others, create_graph))
+            sums.add(rows, differentiate(first, (*own, *leaves), others, create_graph))
     return sums.results
 
 
@@ -222,7 +222,7 @@ def _of_queries(grads: Tensors, rows: slice) -> Tensors:
     return tuple(None if x is None else x[:, :, rows] for x in grads)
 
 
-def _grad(outputs: Tensors, inputs: Tensors, grads: Tensors, create_graph: bool = False) -> Tensors:
+def differentiate(outputs: Tensors, inputs: Tensors, grads: Tensors, create_graph: bool = False) -> Tensors:
     """torch.autograd.grad, with None for an input that is None or that nothing depends on."""
     pairs = [(y, dy) for y, dy in zip(outputs, grads) if y is not None and dy is not None and y.requires_grad]
     wanted = [x for x in inputs if x is not None and x.requires_grad]

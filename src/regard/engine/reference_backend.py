@@ -18,7 +18,7 @@ from .. import compat, reference
 from ..position import ByDistance
 from .call import Call, CallFacts, Prepared, computed_in, replaced
 from .merge import merge_sink
-from .query_chunks import alias, by_queries, gradients_by_queries, rows_of
+from .query_chunks import alias, by_queries, differentiate, gradients_by_queries, rows_of
 
 CHUNK = 1 << 22  # scores of one head held at a time
 
@@ -80,14 +80,12 @@ def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[T
     added = call.bias if call.bias is None or isinstance(call.bias, ByDistance) else alias(call.bias)
     q, k, v, sink = map(alias, (call.q, call.k, call.v, call.sink_logits))
     call = replaced(call, q=q, k=k, v=v, bias=added, sink_logits=sink)
-    results = formula(call)
-    pairs = [(y, dy.to(y.dtype)) for y, dy in zip(results, grads) if dy is not None]
     inputs = _inputs(call)
-    outputs, output_grads = zip(*pairs)
-    differentiated = [x for x in inputs if x.requires_grad]
-    options = {"create_graph": True, "materialize_grads": True}  # the log-sum-exp alone does not depend on v
-    input_grads = iter(torch.autograd.grad(outputs, differentiated, output_grads, **options))
-    return tuple(next(input_grads) if x.requires_grad else None for x in inputs)
+    found = differentiate(formula(call), inputs, grads, create_graph=True)
+    # Zeros where nothing depends on an input: the log-sum-exp alone does not on v.
+    return tuple(
+        torch.zeros_like(x) if x.requires_grad and dx is None else dx for x, dx in zip(inputs, found)
+    )
 
 
 def _inputs(call: Call) -> list[Tensor]:
