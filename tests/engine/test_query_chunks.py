@@ -158,6 +158,20 @@ def test_what_cannot_be_computed_twice_is_not_cut(monkeypatch):
     assert sizes
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of torch._decomp
+def test_a_forward_mode_derivative_is_not_cut(monkeypatch):
+    sizes = in_chunks(monkeypatch)
+    q, k, v = (x.detach() for x in leaves())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q.cos())
+        o = rg.attention(dual, k, v, PATTERN)
+        found = torch.autograd.forward_ad.unpack_dual(o).tangent
+    assert not sizes
+    step = 1e-6
+    ahead, behind = (rg.attention(q + x * q.cos(), k, v, PATTERN) for x in (step, -step))
+    torch.testing.assert_close(found, (ahead - behind) / (2 * step), rtol=1e-7, atol=1e-8)
+
+
 def test_changes_between_forward_and_backward(monkeypatch):
     """Lengths and offsets may be overwritten; a table of pairs, which would have to be copied, may not."""
     in_chunks(monkeypatch)

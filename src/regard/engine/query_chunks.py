@@ -75,8 +75,9 @@ def queries_at_a_time(call: Call, holds_scores: bool) -> int:
 
 def _repeatable(call: Call) -> bool:
     """Whether a second computation gives the same: nothing is drawn at random, no data could change meanwhile, and no
-    transform or compiler replaces the operations."""
-    if call.dropout_p or compat.sizes_are_symbols() or compat.transforms_active():
+    transform, compiler or forward-mode derivative sees the operations."""
+    observed = compat.sizes_are_symbols() or compat.transforms_active() or compat.higher_derivatives()
+    if call.dropout_p or observed:
         return False
     learned = isinstance(call.bias, Tensor) and needs_grad(call.bias)  # its gradient has n × m numbers
     return not learned and not (
