@@ -172,6 +172,16 @@ def test_a_forward_mode_derivative_is_not_cut(monkeypatch):
     torch.testing.assert_close(found, (ahead - behind) / (2 * step), rtol=1e-7, atol=1e-8)
 
 
+def test_a_backward_pass_within_autocast_is_as_exact_as_outside(monkeypatch):
+    in_chunks(monkeypatch)
+    inputs = [x.detach().float().requires_grad_() for x in leaves()]
+    o = rg.attention(*inputs, PATTERN, backend="reference")
+    want = torch.autograd.grad(o, inputs, o.detach().cos(), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(o, inputs, o.detach().cos())
+    assert all(map(torch.equal, got, want))
+
+
 def test_changes_between_forward_and_backward(monkeypatch):
     """Lengths and offsets may be overwritten; a table of pairs, which would have to be copied, may not."""
     in_chunks(monkeypatch)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import compat
 from ..pattern import full, query_offset
 from ..position import ByDistance
-from .call import Call, Outputs, computed_in, needs_grad, replaced
+from .call import Call, Outputs, computed_in, needs_grad, replaced, without_autocast
 
 PAIRS = 1 << 26  # of a mask
 SCORES = 1 << 26  # of all heads, where each has scores of its own
@@ -77,12 +77,9 @@ def _repeatable(call: Call) -> bool:
     """Whether a second computation gives the same: nothing is drawn at random, no data could change meanwhile, and no
     transform, compiler or forward-mode derivative sees the operations."""
     observed = compat.sizes_are_symbols() or compat.transforms_active() or compat.higher_derivatives()
-    if call.dropout_p or observed:
-        return False
     learned = isinstance(call.bias, Tensor) and needs_grad(call.bias)  # its gradient has n × m numbers
-    return not learned and not (
-        call.pattern.has_data and needs_grad(call.q, call.k, call.v, call.sink_logits)
-    )
+    data_may_change = call.pattern.has_data and needs_grad(call.q, call.k, call.v, call.sink_logits)
+    return not (call.dropout_p or observed or learned or data_may_change)
 
 
 LEARNED = 6  # of the tensors of a call, those that have gradients
@@ -173,10 +170,10 @@ def _gradients(job: Job, tensors: Tensors, grads: Tensors, needed: Sequence[bool
     """Those of the first tensors of a call, as far as they are needed."""
     call, sums = job.call(tensors), _Sums(tensors[:LEARNED], by_query=1)
     for rows in job.chunks(call.n):
-        with torch.enable_grad():
+        with torch.enable_grad(), without_autocast(call.q):  # the forward pass had these dtypes
             chunk, leaves = _detached(_chunk(call, rows), needed)
             outputs = job.run(chunk)
-        sums.add(rows, differentiate(outputs, leaves, _of_queries(grads, rows)))
+            sums.add(rows, differentiate(outputs, leaves, _of_queries(grads, rows)))
     return sums.results
 
 

@@ -5,7 +5,6 @@ It is also what differentiates twice: the backward pass of a fused executor is n
 create_graph=True its gradients come from here, exact, and as expensive in time and memory as this backend.
 """
 
-from contextlib import nullcontext
 from math import inf
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from .. import compat, reference
 from ..position import ByDistance
-from .call import Call, CallFacts, Prepared, computed_in, replaced
+from .call import Call, CallFacts, Prepared, computed_in, replaced, without_autocast
 from .merge import merge_sink
 from .query_chunks import alias, by_queries, differentiate, gradients_by_queries, rows_of
 
@@ -49,10 +48,9 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
 
     16-bit inputs are computed in float32, as the log-sum-exp has that dtype in every backend.
     """
-    kind = call.q.device.type  # meta has no autocast to switch off
     dtype, outs, lses = computed_in(call.q.dtype), [], []
     terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "ties": call.ties}
-    with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+    with without_autocast(call.q):
         q = call.q.to(dtype)
         k, v = (reference.repeat_heads(x.to(dtype), q.shape[1]) for x in (call.k, call.v))
         allowed, bias = call.allowed(), call.dense_bias(dtype)
@@ -88,5 +86,5 @@ def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[T
     )
 
 
-def _inputs(call: Call) -> list[Tensor]:
-    return [x for x in (call.q, call.k, call.v, call.bias, call.sink_logits) if isinstance(x, Tensor)]
+def _inputs(call: Call) -> tuple[Tensor, ...]:
+    return tuple(x for x in (call.q, call.k, call.v, call.bias, call.sink_logits) if isinstance(x, Tensor))
