@@ -311,11 +311,11 @@ def _on_current_device(x: Tensor) -> bool:
 
 
 def _readable(*tensors: Tensor) -> bool:
-    """Whether the kernels can read all tensors without a copy: on the current device, rows aligned to 16 bytes. After
-    q and k, tensors are as wide as values."""
+    """Whether the kernels can read all tensors without a copy: not empty, on the current device, rows aligned to 16
+    bytes. After q and k, tensors are as wide as values."""
     of_values = _min_value_width(tensors[0])
     fit = all(
-        not x.data_ptr() & 15 and aligned_rows(x, 1 if at < 2 else of_values) is x
+        x.numel() and not x.data_ptr() & 15 and aligned_rows(x, 1 if at < 2 else of_values) is x
         for at, x in enumerate(tensors)
     )
     return fit and _on_current_device(tensors[0])
