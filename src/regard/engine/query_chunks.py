@@ -4,6 +4,7 @@ backward. They need the memory of one chunk; a backward pass computes its chunk 
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -62,15 +63,18 @@ def gradients_by_queries(grads: Tensors, call: Call, formula: Run) -> Tensors | 
 
 def queries_at_a_time(call: Call, holds_scores: bool) -> int:
     """As many as one chunk has; n or more: the call is not cut."""
-    (b, h, n, _), m, by_distance = call.q.shape, max(call.m, 1), isinstance(call.bias, ByDistance)
-    given = any(isinstance(x, Tensor) and x.shape[-2:] == (n, m) for x in (call.table, call.bias))
-    by_row = call.lengths is not None or isinstance(call.at, Tensor) or call.pattern.has_data
-    tables = (b if by_row else 1) * (h if by_distance else 1)
-    made = by_distance or not (given or isinstance(call.pattern, full))
-    queries = PAIRS // (m * tables) if made else n
-    if holds_scores:
-        queries = min(queries, SCORES // (b * h * m))
-    return max(queries, MIN_QUERIES)
+    (b, h, n, _), m, by_distance = call.q.shape, call.m, isinstance(call.bias, ByDistance)
+    added = [x for x in (call.table, call.bias) if isinstance(x, Tensor)]
+    by_row = call.lengths is not None or isinstance(call.at, Tensor)
+    shapes = (
+        (b if by_row else 1, h if by_distance else 1),
+        call.pattern.data_shape,
+        *(x.shape[:-2] for x in added),
+    )
+    made = by_distance or not (isinstance(call.pattern, full) or any(x.shape[-2:] == (n, m) for x in added))
+    queries = PAIRS // max(m * prod(torch.broadcast_shapes(*shapes)), 1) if made else n
+    of_scores = SCORES // max(b * h * m, 1) if holds_scores else n
+    return max(min(queries, of_scores), MIN_QUERIES)
 
 
 def _repeatable(call: Call) -> bool:

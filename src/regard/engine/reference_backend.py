@@ -72,9 +72,8 @@ def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[T
     """
     if (chunked := gradients_by_queries(grads, call, formula)) is not None:
         dq, dk, dv, _, _, dsink = chunked
-        of_bias = (None,) if isinstance(call.bias, Tensor) else ()
-        results = dq, dk, dv, *of_bias, *(() if call.sink_logits is None else (dsink,))
-        return tuple(dx if x.requires_grad else None for x, dx in zip(_inputs(call), results))
+        results = zip((call.q, call.k, call.v, call.bias, call.sink_logits), (dq, dk, dv, None, dsink))
+        return tuple(dx if x.requires_grad else None for x, dx in results if isinstance(x, Tensor))
     added = call.bias if call.bias is None or isinstance(call.bias, ByDistance) else alias(call.bias)
     q, k, v, sink = map(alias, (call.q, call.k, call.v, call.sink_logits))
     call = replaced(call, q=q, k=k, v=v, bias=added, sink_logits=sink)
