@@ -354,6 +354,37 @@ def test_windows_count_from_the_last_key(pattern, n, m, start, parts):
     assert list(flash4.parts_of(pattern, n, m, start)) == parts
 
 
+RANGES = {
+    "overlapping": ((0, 7), (3, 11)),
+    "nested": ((2, 9), (0, 11), (4, 5)),
+    "equal": ((1, 5), (1, 5)),
+    "apart": ((7, 11), (0, 3)),
+    "some empty": ((4, 4), (2, 9), (0, 0)),
+    "all empty": ((4, 4), (11, 11)),
+    "one": ((2, 9),),
+    "whole": ((0, 11),),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_gradients_of_ranges_of_rows_are_those_of_slices(name):
+    g = torch.Generator().manual_seed(11)
+    x = torch.randn(2, 11, 3, 5, dtype=torch.float64, generator=g, requires_grad=True)
+    parts = flash4._Ranges.apply(x, RANGES[name])
+    slices = [x[:, first:end] for first, end in RANGES[name]]
+    assert all(map(torch.equal, parts, slices)) and len(parts) == len(slices)
+
+    def first_and_second(parts):
+        total = sum(((1 + nth) * part.sin()).sum() for nth, part in enumerate(parts))
+        (plain,) = torch.autograd.grad(total, x, retain_graph=True)
+        (graphed,) = torch.autograd.grad(total, x, create_graph=True)
+        (second,) = torch.autograd.grad(graphed.square().sum(), x)
+        return plain, graphed, second
+
+    for found, expected in zip(first_and_second(parts), first_and_second(slices)):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+
+
 # Packed documents: each is a sequence of its own.
 
 

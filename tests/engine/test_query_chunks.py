@@ -69,6 +69,7 @@ CALLS = {
     "table": {"pattern": torch.rand(2, 1, 20, 24, generator=torch.Generator().manual_seed(7)) > 0.3},
     "table of keys": {"pattern": torch.rand(2, 1, 1, 24, generator=torch.Generator().manual_seed(7)) > 0.3},
     "bias": {"bias": leaf(4, 20, 24, seed=8).detach(), "at": 4},
+    "bias of keys": {"bias": leaf(24, seed=8).detach(), "at": 4},
     "bias by distance": {"bias": rg.ByDistance(TABLE, SLOPES), "at": 4},
 }
 OF_THE_FORMULA = {
@@ -135,12 +136,47 @@ def test_a_chunk_has_a_share_of_the_pairs(monkeypatch):
     monkeypatch.setattr(query_chunks, "MIN_QUERIES", 2)
     assert queries() == 18
     assert queries(lengths=LENGTHS) == 9  # a mask for each batch row
+    assert queries(pattern=rg.documents(torch.arange(48).view(2, 24) // 6)) == 9
+    assert queries(pattern=rg.documents(torch.arange(24) // 6)) == 18  # of all
     assert queries(bias=rg.ByDistance(TABLE.detach(), None)) == 4  # a bias for each head
+    assert queries(pattern=rg.full(), bias=rg.ByDistance(TABLE.detach(), None)) == 4
+    of_keys = torch.zeros(1, 24)
+    assert queries(bias=of_keys) == queries(bias=of_keys[0]) == 18  # added to a mask of pairs
+    assert queries(bias=of_keys.expand(4, 1, 24)) == 4  # for each head
+    assert queries(bias=of_keys.expand(4, 1, 24), lengths=LENGTHS) == 2  # for each head of each batch row
     assert queries(holds_scores=True) == 7
     assert queries(pattern=rg.full(), lengths=LENGTHS) == 20  # a mask of keys
     assert queries(pattern=torch.ones(20, 24).tril(2).bool()) == 20  # which was given
     monkeypatch.setattr(query_chunks, "PAIRS", 1)
     assert queries() == 2
+
+
+def test_long_calls_are_cut_to_67_million_pairs_or_16_queries():
+    def queries(n, holds_scores):
+        call = rg.engine.attention.call_of(
+            *(torch.empty(1, 4, n, 8, device="meta") for _ in range(3)), PATTERN
+        )
+        return query_chunks.queries_at_a_time(call, holds_scores)
+
+    assert queries(1 << 13, False) >= 1 << 13
+    assert (queries(1 << 16, False), queries(1 << 16, True)) == (1024, 256)
+    assert (queries(1 << 24, False), queries(1 << 24, True)) == (16, 16)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "auto"])
+@pytest.mark.parametrize("name", ["float64", "lengths", "hard"])
+def test_no_batch_rows_and_no_heads_give_empty_results(backend, name):
+    for b, h in ((0, 2), (2, 0), (0, 0)):
+        inputs = [torch.zeros(b, h, n, 4, **F64, requires_grad=True) for n in (3, 5, 5)]
+        lengths = {"lengths": torch.zeros(b, dtype=torch.long)} if name == "lengths" else {}
+        if (backend, name) == ("sdpa", "hard"):
+            continue  # it refuses this
+        o = rg.attention(*inputs, PATTERN, backend=backend, scale=inf if name == "hard" else None, **lengths)
+        assert o.shape == (b, h, 3, 4)
+        for create_graph in (False, True):
+            options = {"create_graph": create_graph, "retain_graph": True, "allow_unused": True}
+            grads = torch.autograd.grad(o.sin().sum(), inputs, **options)
+            assert all(dx is None or dx.shape == x.shape for dx, x in zip(grads, inputs))
 
 
 def test_what_cannot_be_computed_twice_is_not_cut(monkeypatch):
@@ -149,13 +185,52 @@ def test_what_cannot_be_computed_twice_is_not_cut(monkeypatch):
     ids = torch.arange(24) // 6
     rg.attention(q, k, v, PATTERN, at=4, dropout_p=0.5, backend="sdpa")  # drawn at random
     # The ids may change before the backward pass.
-    rg.attention(q, k, v, rg.documents(ids), at=4, backend="sdpa")
+    for learned in (q, k, v):
+        tensors = [x if x is learned else x.detach() for x in (q, k, v)]
+        rg.attention(*tensors, rg.documents(ids), at=4, backend="sdpa")
+    fixed = [x.detach() for x in (q, k, v)]
     # The gradient of this bias has n × m numbers.
     rg.attention(q, k, v, PATTERN, at=4, bias=leaf(4, 20, 24, seed=9), backend="sdpa")
+    assert not sizes
+    # The rules of torch.func are those of PyTorch's operations.
+    gradient = torch.func.grad(lambda q: rg.attention(q, *fixed[1:], PATTERN, at=4).sin().sum())(fixed[0])
     assert not sizes
     with torch.no_grad():
         rg.attention(q, k, v, rg.documents(ids), at=4, backend="sdpa")
     assert sizes
+    o = rg.attention(q, *fixed[1:], PATTERN, at=4, backend="reference")
+    torch.testing.assert_close(gradient, torch.autograd.grad(o.sin().sum(), q)[0])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of torch._decomp
+def test_a_forward_mode_derivative_is_not_cut(monkeypatch):
+    sizes = in_chunks(monkeypatch)
+    q, k, v = (x.detach() for x in leaves())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q.cos())
+        o = rg.attention(dual, k, v, PATTERN)
+        found = torch.autograd.forward_ad.unpack_dual(o).tangent
+    assert not sizes
+    step = 1e-6
+    ahead, behind = (rg.attention(q + x * q.cos(), k, v, PATTERN) for x in (step, -step))
+    torch.testing.assert_close(found, (ahead - behind) / (2 * step), rtol=1e-7, atol=1e-8)
+
+
+def test_a_backward_pass_within_autocast_is_as_exact_as_outside(monkeypatch):
+    in_chunks(monkeypatch)
+    inputs = [x.detach().float().requires_grad_() for x in leaves()]
+    o = rg.attention(*inputs, PATTERN, backend="reference")
+    want = torch.autograd.grad(o, inputs, o.detach().cos(), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(o, inputs, o.detach().cos())
+    assert all(map(torch.equal, got, want))
+
+
+def test_values_have_a_gradient_of_zero_through_the_log_sum_exp(monkeypatch):
+    in_chunks(monkeypatch)
+    q, k, v = leaves()
+    _, lse = rg.attention(q, k, v, PATTERN, at=4, return_lse=True, backend="reference")
+    assert torch.equal(torch.autograd.grad(lse.sum(), v)[0], torch.zeros_like(v))
 
 
 def test_changes_between_forward_and_backward(monkeypatch):
@@ -217,7 +292,11 @@ def test_derivatives_of_tensors_that_depend_on_one_another(backend, chunks, monk
     def of_several(f):
         return f(x, 2 * x, x.sin())
 
-    for composed in (of_one, of_several):
+    def of_upstream(f):
+        q = 2 * x
+        return torch.autograd.grad(f(q, x.cos(), x.sin()), q, x, create_graph=True)[0]
+
+    for composed in (of_one, of_several, of_upstream):
         got, want = (derivatives(partial(composed, f), [x], 3) for f in (of_attention, expected))
         for a, b in zip(got, want):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)

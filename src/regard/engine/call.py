@@ -1,7 +1,7 @@
 """One attention call: its tensors (Call); what a backend decides by (CallFacts); what runs it (Prepared)."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from math import inf, prod
@@ -371,6 +371,11 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     """What the log-sum-exp has in every backend, and the products on the CPU: half types in float32, which is as fast
     there and exact."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Operations compute in the dtypes of their inputs; meta tensors have no autocast to switch off."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def visible_ranges(lengths: Int[Tensor, "b *two"] | None, b: int, m: int) -> list[tuple[int, ...]]:

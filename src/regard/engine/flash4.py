@@ -318,8 +318,8 @@ def attend(
 
 
 class _Ranges(torch.autograd.Function):
-    """The rows of x in each of several ranges (first, end). Their gradients are added to that of the longest; PyTorch
-    would fill and add a tensor of all rows for each slice."""
+    """The rows of x in each of several ranges (first, end). Their gradients, tensors of their own, are added to that
+    of the longest; PyTorch would fill and add a tensor of all rows for each slice."""
 
     @staticmethod
     def forward(ctx, x, ranges):

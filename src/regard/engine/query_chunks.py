@@ -4,6 +4,7 @@ backward. They need the memory of one chunk; a backward pass computes its chunk 
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from .. import compat
 from ..pattern import full, query_offset
 from ..position import ByDistance
-from .call import Call, Outputs, computed_in, needs_grad, replaced
+from .call import Call, Outputs, computed_in, needs_grad, replaced, without_autocast
 
 PAIRS = 1 << 26  # of a mask
 SCORES = 1 << 26  # of all heads, where each has scores of its own
@@ -62,26 +63,27 @@ def gradients_by_queries(grads: Tensors, call: Call, formula: Run) -> Tensors | 
 
 def queries_at_a_time(call: Call, holds_scores: bool) -> int:
     """As many as one chunk has; n or more: the call is not cut."""
-    (b, h, n, _), m, by_distance = call.q.shape, max(call.m, 1), isinstance(call.bias, ByDistance)
-    given = any(isinstance(x, Tensor) and x.shape[-2:] == (n, m) for x in (call.table, call.bias))
-    by_row = call.lengths is not None or isinstance(call.at, Tensor) or call.pattern.has_data
-    tables = (b if by_row else 1) * (h if by_distance else 1)
-    made = by_distance or not (given or isinstance(call.pattern, full))
-    queries = PAIRS // (m * tables) if made else n
-    if holds_scores:
-        queries = min(queries, SCORES // (b * h * m))
-    return max(queries, MIN_QUERIES)
+    (b, h, n, _), m, by_distance = call.q.shape, call.m, isinstance(call.bias, ByDistance)
+    added = [x for x in (call.table, call.bias) if isinstance(x, Tensor)]
+    by_row = call.lengths is not None or isinstance(call.at, Tensor)
+    shapes = (
+        (b if by_row else 1, h if by_distance else 1),
+        call.pattern.data_shape,
+        *(x.shape[:-2] for x in added),
+    )
+    made = by_distance or not (isinstance(call.pattern, full) or any(x.shape[-2:] == (n, m) for x in added))
+    queries = PAIRS // max(m * prod(torch.broadcast_shapes(*shapes)), 1) if made else n
+    of_scores = SCORES // max(b * h * m, 1) if holds_scores else n
+    return max(min(queries, of_scores), MIN_QUERIES)
 
 
 def _repeatable(call: Call) -> bool:
     """Whether a second computation gives the same: nothing is drawn at random, no data could change meanwhile, and no
-    transform or compiler replaces the operations."""
-    if call.dropout_p or compat.sizes_are_symbols() or compat.transforms_active():
-        return False
+    transform, compiler or forward-mode derivative sees the operations."""
+    observed = compat.sizes_are_symbols() or compat.transforms_active() or compat.higher_derivatives()
     learned = isinstance(call.bias, Tensor) and needs_grad(call.bias)  # its gradient has n × m numbers
-    return not learned and not (
-        call.pattern.has_data and needs_grad(call.q, call.k, call.v, call.sink_logits)
-    )
+    data_may_change = call.pattern.has_data and needs_grad(call.q, call.k, call.v, call.sink_logits)
+    return not (call.dropout_p or observed or learned or data_may_change)
 
 
 LEARNED = 6  # of the tensors of a call, those that have gradients
@@ -172,10 +174,10 @@ def _gradients(job: Job, tensors: Tensors, grads: Tensors, needed: Sequence[bool
     """Those of the first tensors of a call, as far as they are needed."""
     call, sums = job.call(tensors), _Sums(tensors[:LEARNED], by_query=1)
     for rows in job.chunks(call.n):
-        with torch.enable_grad():
+        with torch.enable_grad(), without_autocast(call.q):  # the forward pass had these dtypes
             chunk, leaves = _detached(_chunk(call, rows), needed)
             outputs = job.run(chunk)
-        sums.add(rows, _grad(outputs, leaves, _of_queries(grads, rows)))
+            sums.add(rows, differentiate(outputs, leaves, _of_queries(grads, rows)))
     return sums.results
 
 
@@ -192,9 +194,9 @@ def _second_gradients(job: Job, inputs: Tensors, of_gradients: Tensors, create_g
             else:
                 chunk, leaves = _detached(chunk, [True] * LEARNED)
                 own = tuple(None if x is None else x.detach().requires_grad_() for x in own)
-            first = _grad(job.formula(chunk), leaves, own, create_graph=True)
+            first = differentiate(job.formula(chunk), leaves, own, create_graph=True)
             others = *_of_queries(of_gradients[:1], rows), *of_gradients[1:]
-            sums.add(rows, _grad(first, (*own, *leaves), others, create_graph))
+            sums.add(rows, differentiate(first, (*own, *leaves), others, create_graph))
     return sums.results
 
 
@@ -222,7 +224,7 @@ def _of_queries(grads: Tensors, rows: slice) -> Tensors:
     return tuple(None if x is None else x[:, :, rows] for x in grads)
 
 
-def _grad(outputs: Tensors, inputs: Tensors, grads: Tensors, create_graph: bool = False) -> Tensors:
+def differentiate(outputs: Tensors, inputs: Tensors, grads: Tensors, create_graph: bool = False) -> Tensors:
     """torch.autograd.grad, with None for an input that is None or that nothing depends on."""
     pairs = [(y, dy) for y, dy in zip(outputs, grads) if y is not None and dy is not None and y.requires_grad]
     wanted = [x for x in inputs if x is not None and x.requires_grad]

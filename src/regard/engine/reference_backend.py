@@ -5,7 +5,6 @@ It is also what differentiates twice: the backward pass of a fused executor is n
 create_graph=True its gradients come from here, exact, and as expensive in time and memory as this backend.
 """
 
-from contextlib import nullcontext
 from math import inf
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from .. import compat, reference
 from ..position import ByDistance
-from .call import Call, CallFacts, Prepared, computed_in, replaced
+from .call import Call, CallFacts, Prepared, computed_in, replaced, without_autocast
 from .merge import merge_sink
-from .query_chunks import alias, by_queries, gradients_by_queries, rows_of
+from .query_chunks import alias, by_queries, differentiate, gradients_by_queries, rows_of
 
 CHUNK = 1 << 22  # scores of one head held at a time
 
@@ -49,10 +48,9 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
 
     16-bit inputs are computed in float32, as the log-sum-exp has that dtype in every backend.
     """
-    kind = call.q.device.type  # meta has no autocast to switch off
     dtype, outs, lses = computed_in(call.q.dtype), [], []
     terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "ties": call.ties}
-    with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+    with without_autocast(call.q):
         q = call.q.to(dtype)
         k, v = (reference.repeat_heads(x.to(dtype), q.shape[1]) for x in (call.k, call.v))
         allowed, bias = call.allowed(), call.dense_bias(dtype)
@@ -74,21 +72,18 @@ def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[T
     """
     if (chunked := gradients_by_queries(grads, call, formula)) is not None:
         dq, dk, dv, _, _, dsink = chunked
-        of_bias = (None,) if isinstance(call.bias, Tensor) else ()
-        results = dq, dk, dv, *of_bias, *(() if call.sink_logits is None else (dsink,))
-        return tuple(dx if x.requires_grad else None for x, dx in zip(_inputs(call), results))
+        results = zip((call.q, call.k, call.v, call.bias, call.sink_logits), (dq, dk, dv, None, dsink))
+        return tuple(dx if x.requires_grad else None for x, dx in results if isinstance(x, Tensor))
     added = call.bias if call.bias is None or isinstance(call.bias, ByDistance) else alias(call.bias)
     q, k, v, sink = map(alias, (call.q, call.k, call.v, call.sink_logits))
     call = replaced(call, q=q, k=k, v=v, bias=added, sink_logits=sink)
-    results = formula(call)
-    pairs = [(y, dy.to(y.dtype)) for y, dy in zip(results, grads) if dy is not None]
     inputs = _inputs(call)
-    outputs, output_grads = zip(*pairs)
-    differentiated = [x for x in inputs if x.requires_grad]
-    options = {"create_graph": True, "materialize_grads": True}  # the log-sum-exp alone does not depend on v
-    input_grads = iter(torch.autograd.grad(outputs, differentiated, output_grads, **options))
-    return tuple(next(input_grads) if x.requires_grad else None for x in inputs)
+    found = differentiate(formula(call), inputs, grads, create_graph=True)
+    # Zeros where nothing depends on an input: the log-sum-exp alone does not on v.
+    return tuple(
+        torch.zeros_like(x) if x.requires_grad and dx is None else dx for x, dx in zip(inputs, found)
+    )
 
 
-def _inputs(call: Call) -> list[Tensor]:
-    return [x for x in (call.q, call.k, call.v, call.bias, call.sink_logits) if isinstance(x, Tensor)]
+def _inputs(call: Call) -> tuple[Tensor, ...]:
+    return tuple(x for x in (call.q, call.k, call.v, call.bias, call.sink_logits) if isinstance(x, Tensor))

@@ -75,6 +75,23 @@ def test_no_query_or_no_key_gives_zeros_and_minus_infinity(n, m):
     assert of_table is of_slopes is of_sink is None
 
 
+@pytest.mark.parametrize("b, n, m", [(0, 1, 19), (2, 0, 19), (2, 1, 0), (0, 0, 0)])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_prepared_call_without_batch_rows_queries_or_keys_gives_zeros(b, n, m, by_row):
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import task
+
+    q, k, v = (torch.ones(b, 2, *shape, requires_grad=True) for shape in ((n, 4), (m, 4), (m, 8)))
+    prepared = host.PreparedAttention(task(q, v, Options(causal(), m - n, 1, 0.5)), True)
+    rows = (None, torch.zeros(b, dtype=torch.int32), None) if by_row else ()
+    for _ in range(2):
+        o = prepared(q, k, v, *rows)
+        assert torch.equal(o, torch.zeros(b, 2, n, 8))
+        assert all(
+            map(torch.equal, torch.autograd.grad(o.sum(), (q, k, v)), map(torch.zeros_like, (q, k, v)))
+        )
+
+
 def test_a_bias_and_a_sink_have_gradients_of_zero_where_there_is_no_query_and_no_key():
     from regard.engine.cuda import host
     from regard.engine.cuda.call import task

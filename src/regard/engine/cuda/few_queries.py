@@ -69,7 +69,7 @@ def numbers_for(launch: Launch, call: CallLayout, k: Tensor, v: Tensor) -> tuple
     new = *k.stride()[:3], *v.stride()[:3]
     near = before <= m * MAX_GROWTH and m <= before * MAX_GROWTH and v.shape[2] == m >= n
     same_kind = all(x % 16 == 0 and 1 < x < 2**31 for x in (*old, *new)) and k.stride(3) == v.stride(3) == 1
-    if not (near and same_kind) or exceeds_int32(layout(k), layout(v)) or exceeds_int32(*call.tensors):
+    if not (near and same_kind) or exceeds_int32(layout(k), layout(v)) or _is_wide(call):
         return None
     return *q_strides, *new, h_kv, heads, n, m, start + m - before, *numbers[14:]
 
@@ -135,7 +135,15 @@ def _tile(call: CallLayout, stages: int, by_keys: bool = False) -> tuple[Config,
 def _static(call: CallLayout, config: Config, queries: int) -> Static:
     pattern: Pattern = call.task.pattern
     return static(pattern, config, call)._replace(
-        LENGTHS=call.lengths, CAPPED=call.task.softcap is not None, WIDE=exceeds_int32(*call.tensors),
+        LENGTHS=call.lengths, CAPPED=call.task.softcap is not None, WIDE=_is_wide(call),
         GROUP=call.tensors[0].shape[1] // call.tensors[1].shape[1], QUERIES=queries, PER_ROW=call.per_row,
         runs=runs(pattern, queries > 1), RUNS=len(run_formulas(pattern) or ()) // 3,
     )  # fmt: skip
+
+
+def _is_wide(call: CallLayout) -> bool:
+    """Whether an offset from the first query of a key head's group, or within its keys, can pass 2³¹."""
+    (_, h, h_kv, n, _, d_k, d_v), (q, k, v, *others) = call.sizes, call.tensors
+    of_queries = (q, *others, contiguous(1, h // h_kv, n, max(d_k, d_v)))
+    spans = (x.stride[1] * (h // h_kv) + x.stride[2] * n for x in of_queries)
+    return exceeds_int32(k, v) or max(spans) >= 2**31

@@ -45,7 +45,7 @@ def prepared_forward(call: CallLayout) -> Callable[..., tuple[Tensor, Tensor]]:
     empty_output = partial(torch.empty_strided, shape, strides, dtype=call.dtype, device=device)
     empty_like, run, plain = torch.empty_like, program.run, not call.optional_inputs
     covers, o_is_like_q = passes.covers, call.tensors[0] == call.output
-    lse_like = torch.empty(shape[:3], device=device)
+    lse_like = torch.empty(shape[:3], dtype=torch.float32, device=device)
     lse_like.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
     # A kernel that continues from an earlier pass reads lse, so the spare tensor cannot be used.
     reads_lse, joined = passes.accumulate, not call.has_sink or launches.joins_sink(call, passes)
@@ -56,7 +56,7 @@ def prepared_forward(call: CallLayout) -> Callable[..., tuple[Tensor, Tensor]]:
             lse = empty_like(lse_like) if spare_lse is None or reads_lse else spare_lse
         else:
             o = empty_output().zero_()
-            lse = torch.full(shape[:3], -torch.inf, device=device)
+            lse = torch.full(shape[:3], -torch.inf, dtype=torch.float32, device=device)
         inputs = () if plain else _present(*extras[:3], extras.at, extras.sink)
         run((q, k, v, o, lse, *inputs), extras.seed)
         return (o, lse) if joined else join_sink(o, lse, extras.sink)
@@ -271,7 +271,7 @@ class PreparedAttention:
         if numbers is None or q.stride() != call.tensors[0].stride or not program.direct or hooks_set():
             return None
         o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         program.run((q, k, v, o, lse), numbers=numbers)
         return o
 
@@ -311,11 +311,11 @@ def _on_current_device(x: Tensor) -> bool:
 
 
 def _readable(*tensors: Tensor) -> bool:
-    """Whether the kernels can read all tensors without a copy: on the current device, rows aligned to 16 bytes. After
-    q and k, tensors are as wide as values."""
+    """Whether the kernels can read all tensors without a copy: not empty, on the current device, rows aligned to 16
+    bytes. After q and k, tensors are as wide as values."""
     of_values = _min_value_width(tensors[0])
     fit = all(
-        not x.data_ptr() & 15 and aligned_rows(x, 1 if at < 2 else of_values) is x
+        x.numel() and not x.data_ptr() & 15 and aligned_rows(x, 1 if at < 2 else of_values) is x
         for at, x in enumerate(tensors)
     )
     return fit and _on_current_device(tensors[0])

@@ -110,9 +110,9 @@ def general_backward(call: CallLayout) -> Backward:
     def outputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         results = [new(like.shape, dtype=call.dtype, device=device) for new, like in zip(allocators, x)]
         if call.bias_gradient:
-            results += torch.zeros((sum(counts), b, h, 4), device=device).split(counts)
+            results += torch.zeros((sum(counts), b, h, 4), dtype=torch.float32, device=device).split(counts)
         if learns_table:
-            results.append(torch.zeros((programs, b, h, 2 * reach + 1), device=device))
+            results.append(torch.zeros((programs, b, h, 2 * reach + 1), dtype=torch.float32, device=device))
         return tuple(results)
 
     return outputs, program
@@ -311,4 +311,4 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     outputs = _like_inputs if like_inputs and not sums_both else in_one_tensor
     if not gives_delta:
         return outputs, program
-    return lambda x: (*outputs(x), torch.empty(q[:3], device=device)), program
+    return lambda x: (*outputs(x), torch.empty(q[:3], dtype=torch.float32, device=device)), program

@@ -5,7 +5,7 @@ One bounded cache, shared by all threads, holds every prepared call.
 
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -114,8 +114,8 @@ class Program:
             if launch.grid[0]:
                 self.launches.append((launch, itemgetter(*indices), names[len(indices) :]))
         self.pieces = [-(-size // 4) * 4 for size in pieces.values()]  # from multiples of 16 bytes on
-        self.size, self.device, self.on_gpu = sum(self.pieces), device, device.type == "cuda"
-        self.make: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
+        self.size, self.on_gpu = sum(self.pieces), device.type == "cuda"
+        self.make = partial(torch.zeros if zeroed else torch.empty, dtype=torch.float32, device=device)
         self.offsets = [4 * x for x in accumulate([0, *self.pieces[:-1]])]
         self.direct: list[tuple[Any, ...]] = []  # what to launch with addresses, once all is compiled
 
@@ -129,7 +129,7 @@ class Program:
             return
         addresses = [*map(_address, tensors), seed]
         if self.size:
-            workspace = self.make(self.size, device=self.device)
+            workspace = self.make(self.size)
             base = workspace.data_ptr()
             addresses += [base + x for x in self.offsets]
         stream = raw_stream(current_device())
@@ -139,7 +139,7 @@ class Program:
             run(*grid, stream, *handles, *pick(addresses), *others)
 
     def _through_triton(self, tensors: Sequence[Tensor], seed: int) -> None:
-        pieces = self.make(self.size, device=self.device).split(self.pieces) if self.size else ()
+        pieces = self.make(self.size).split(self.pieces) if self.size else ()
         buffers = [*tensors, seed, *pieces]
         for launch, pick, tables in self.launches:
             launch(*pick(buffers), *tables)

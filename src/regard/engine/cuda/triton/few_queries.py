@@ -7,16 +7,7 @@ A tile has QUERIES queries of the GROUP query heads that share a key head, so th
 import triton
 import triton.language as tl
 
-from .forward import (
-    head_of,
-    limits_of,
-    masked_scores,
-    rows_of,
-    store_rows,
-    update_softmax,
-    with_sink,
-    within,
-)
+from .forward import head_of, limits_of, masked_scores, rows_of, store_rows, update_softmax, with_sink, within
 
 VARYING = ["heads", "all_heads", "n", "m", "start", "step", "pieces"]
 
@@ -128,7 +119,7 @@ def decode_kernel(
     else:
         row = bh.to(tl.int64) * S.GROUP * n
         tl.store(LSE + row + g * n + x, lse, mask=in_tile)
-        store_rows(O + row * S.d_v, g * n + x, S.d_v, acc, in_tile, S.d_v, S.DV, False)
+        store_rows(O + row * S.d_v, g * n + x, S.d_v, acc, in_tile, S.d_v, S.DV, S.WIDE)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -171,7 +162,7 @@ def few_dq_kernel(
             if S.CAPPED:
                 dscores *= slope
             dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=S.PRECISION)
-    store_rows(DQ + row * S.d_k, g * n + x, S.d_k, dq * scale, in_tile, S.d_k, S.DK, False)
+    store_rows(DQ + row * S.d_k, g * n + x, S.d_k, dq * scale, in_tile, S.d_k, S.DK, S.WIDE)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -215,5 +206,5 @@ def few_dkv_kernel(
                 dscores *= slope
             dk = tl.dot(tl.trans(dscores.to(q.dtype)), q, dk, input_precision=S.PRECISION)
     row = bh.to(tl.int64) * m
-    store_rows(DK_OUT + row * S.d_k, j, S.d_k, dk * scale, j < m, S.d_k, S.DK, False)
-    store_rows(DV_OUT + row * S.d_v, j, S.d_v, dv, j < m, S.d_v, S.DV, False)
+    store_rows(DK_OUT + row * S.d_k, j, S.d_k, dk * scale, j < m, S.d_k, S.DK, S.WIDE)
+    store_rows(DV_OUT + row * S.d_v, j, S.d_v, dv, j < m, S.d_v, S.DV, S.WIDE)
