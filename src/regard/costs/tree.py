@@ -44,7 +44,7 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Query-key pairs of one attention, for one head and one batch row; of heads that have one pattern, if they differ."""
+    """Query-key pairs of one attention, for one head and one batch row: of any head, or of those named."""
 
     path: str  # of the attention in the tree
     pattern: str

@@ -165,9 +165,12 @@ def launches(pattern: Pattern, heads: int, kv_heads: int) -> list[tuple[Pattern,
             members[pattern.patterns[head]].append(head)
         for one, of in members.items():
             together[one, len(of)] += of
-    return [
-        (one, of, list(dict.fromkeys(head // group for head in of))) for (one, _), of in together.items()
-    ]
+    return [(one, of, list(dict.fromkeys(head // group for head in of))) for (one, _), of in together.items()]
+
+
+def of_heads(pattern: Pattern, heads: Sequence[int]) -> Pattern:
+    """The pattern of an attention of these heads only."""
+    return per_head([pattern.patterns[h] for h in heads]) if isinstance(pattern, per_head) else pattern
 
 
 def numbered(heads: Sequence[int]) -> str:
