@@ -78,10 +78,10 @@ def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
         )  # fmt: skip
         order += heads
         results.append(run(part))
-    back = torch.tensor(order, device=call.q.device).argsort()
-    o = torch.cat([o for o, _ in results], 1).index_select(1, back)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    o = _heads(torch.cat([o for o, _ in results], 1), back, 1)
     logs = [lse for _, lse in results if lse is not None]
-    return o, torch.cat(logs, 1).index_select(1, back) if len(logs) == len(results) else None
+    return o, _heads(torch.cat(logs, 1), back, 1) if len(logs) == len(results) else None
 
 
 def _heads(x: Tensor, heads: list[int], axis: int) -> Tensor:
