@@ -407,7 +407,7 @@ def _window(pattern: Pattern) -> tuple[int, int] | None:
         case Both(causal(), window(before, _)) | Both(window(before, _), causal()):
             return before, 0
         case per_head(heads) if all(map(_window, heads)):  # what the widest of them reach
-            before, after = zip(*map(_window, heads))  # type: ignore[arg-type]
+            before, after = zip(*map(_window, heads))
             return max(before), max(after)
     return None
 
