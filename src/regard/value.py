@@ -68,16 +68,17 @@ def from_plain(data: Any, kinds: Mapping[str, type], depth: int = 0) -> Any:
     except Exception:  # of a field whose type the class does not check itself
         _check_types(kind, values)
         raise
-    _check_types(kind, values)
+    _check_types(kind, {field: getattr(built, field) for field in values})
     return built
 
 
 def _read(kind: type, field: str, given: Any) -> Any:
-    """A text becomes the value that it denotes where its class has a notation: `pattern: causal()` in a YAML file."""
-    declared = _annotations(kind)[field]
-    if isinstance(given, str) and (from_text := getattr(declared, "from_text", None)):
-        return from_text(given)
-    return given
+    """A text becomes the value that it denotes where its class has a notation: `pattern: causal()` in a YAML file, or
+    `pattern: [causal(), window(2)]`."""
+    from_text = getattr(_annotations(kind)[field], "from_text", None)
+    if from_text and isinstance(given, tuple):
+        return tuple(from_text(x) if isinstance(x, str) else x for x in given)
+    return from_text(given) if from_text and isinstance(given, str) else given
 
 
 @lru_cache

@@ -304,3 +304,30 @@ def test_the_planner_feeds_a_bar_in_a_terminal_until_the_command_ends(monkeypatc
         raise KeyError
     assert shown[-1]["completed"] < shown[-1]["total"] and shown[-1]["description"]
     assert PROGRESS.get() is plain
+
+
+HEADS = ["causal()", "causal() & window(2)", "causal() & (window(0) | every(3))", "causal()"]
+
+
+@pytest.mark.parametrize("written", [HEADS, f"per_head([{', '.join(HEADS)}])"], ids=["list", "text"])
+@pytest.mark.parametrize("suffix", [".json", ".yaml"])
+def test_a_file_declares_a_pattern_for_each_head(tmp_path, suffix, written):
+    file = tmp_path / f"heads{suffix}"  # JSON is YAML, too
+    file.write_text(json.dumps({"kind": "Attention", "d_model": 24, "heads": 4, "pattern": written}))
+    declared = rg.Attention(24, heads=4, pattern=[rg.Pattern.from_text(text) for text in HEADS])
+    done = run("cost", file, "--n", 13)
+    assert done.exit_code == 0
+    assert "pairs in attention, heads 0, 3: causal() allows 91 of 169" in done.stdout
+    found = json.loads(run("cost", file, "--n", 13, "--json").stdout)
+    assert found["total"] == price(declared, n=13).total.plain()
+
+
+@unchecked
+def test_a_plan_takes_a_pattern_for_each_head_as_text(one_layer):
+    options = ["--memory", "1GB", "--inference", "--n", 16, "--json", "--pattern"]
+    done = run("plan", one_layer, *options, f"per_head([{', '.join(HEADS)}])")
+    assert done.exit_code == 0 and "per_head" in json.loads(done.stdout)["model"]
+    with pytest.raises(
+        rg.SpecError, match="pattern has 2 patterns for heads=4; give one for each query head"
+    ):
+        run("plan", one_layer, *options, "per_head([causal(), full() & causal()])")

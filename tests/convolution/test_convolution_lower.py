@@ -429,3 +429,20 @@ def test_attention_to_a_context_or_with_a_shared_bias_stays_in_a_lowered_model()
     assert list(certificates) == ["own", "stack.blocks.0.attention"] and lowered(x).shape == x.shape
     shared = rg.Encoder(rg.Block(rg.Attention(6, heads=2), None), 1, position=rg.alibi()).build()
     assert lower_all(shared, x)[1] == {}
+
+
+WINDOWS = [rg.window(34), rg.window(9), rg.full(), rg.window(2)]  # of 35 positions
+
+
+@pytest.mark.parametrize("called", [None, rg.per_head(WINDOWS), rg.per_head(WINDOWS).allowed(35)], ids=type)
+def test_heads_that_stay_attention_keep_their_patterns(called):
+    alpha, center = [50.0, 0.05, 50.0, 0.05], [[0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]
+    layer = quadratic_layer(center, alpha, pattern=WINDOWS if called is None else rg.full())
+    x = tokens()
+    lowered = lower(layer, x, tolerance=0.05, pattern=called)
+    assert lowered.certificate.lowered == (0, 2)
+    kept = rg.per_head(WINDOWS[1::2])
+    assert lowered.rest.spec.pattern == (kept if called is None else rg.full())
+    expected = layer(x, pattern=called)
+    assert torch.allclose(lowered(x, pattern=called), expected, atol=1e-9)
+    assert not torch.allclose(layer(x, pattern=rg.window(0)), expected, atol=1e-2)

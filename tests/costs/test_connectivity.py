@@ -31,3 +31,11 @@ def test_a_pattern_of_separate_blocks_never_connects():
         layers_to_connect(rg.blocks(4), 16)
     with pytest.raises(SpecError, match="heads=0 is not a positive integer"):
         receptive_field(0, 3)
+
+
+def test_a_layer_connects_what_one_of_its_heads_does():
+    heads = rg.per_head([rg.causal() & rg.window(1), rg.causal() & (rg.window(0) | rg.every(4))])
+    union = rg.causal() & (rg.window(1) | rg.every(4))
+    for layers in (1, 2, 3):
+        assert torch.equal(dependencies(heads, 13, layers), dependencies(union, 13, layers))
+    assert layers_to_connect(heads, 13) == layers_to_connect(union, 13) > 1

@@ -208,3 +208,14 @@ def test_memory_is_given_in_bytes_or_as_it_is_written():
         rg.plan(spec, memory="much")
     with pytest.raises(rg.SpecError, match="memory=0"):
         rg.plan(spec, memory="0")
+
+
+def test_a_plan_takes_a_pattern_for_each_head():
+    heads = [rg.causal(), rg.causal() & rg.window(2)]
+    block = rg.Block(rg.Attention(16, heads=2, pattern=rg.causal()), rg.FeedForward(16))
+    declared = rg.Encoder(block, 1, embedding=rg.Embedding(11, 16), head=rg.LanguageHead())
+    plan = rg.plan(declared, n=16, memory="1GB", train=False, pattern=rg.per_head(heads))
+    assert {choice.option.label for choice in plan.choices} == {"forward, bfloat16", "generation, bfloat16"}
+    assert repr(rg.per_head(heads)) in str(plan) and all(choice.batch for choice in plan.choices)
+    with pytest.raises(rg.SpecError, match="pattern has 3 patterns for heads=2"):
+        rg.plan(declared, n=16, memory="1GB", train=False, pattern=rg.per_head([*heads, rg.causal()]))

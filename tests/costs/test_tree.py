@@ -374,3 +374,45 @@ def test_a_training_step_that_is_none_is_refused_at_the_call(model):
     given = {"n": 8} if isinstance(model, str) else {}
     with pytest.raises(SpecError, match="train='adam': use True, False or"):
         cost(model, *([] if given else [torch.zeros(2, 4)]), train="adam", **given)
+
+
+HEADS = [rg.causal(), rg.causal() & rg.window(2), rg.causal(), rg.causal() & (rg.window(0) | rg.every(3))]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("train", [False, True])
+def test_heads_with_patterns_of_their_own_cost_what_each_costs_alone(backend, train):
+    """By one-head attentions whose sizes add up: all amounts of scores, scale, softmax, bias and mixing."""
+    options = {"n": 13, "batch": 3, "backend": backend, "train": train}
+    together = {"d_k": 6, "d_v": 3, "position": rg.alibi(), "softcap": 2.0, "sink_logits": True}
+    whole = cost(rg.Attention(24, heads=4, pattern=HEADS, **together), **options)
+    alone = [cost(rg.Attention(24, heads=1, pattern=p, **together), **options) for p in HEADS]
+    for part in ("scores", "scale", "softmax", "bias", "mixing"):
+        total = sum((c[part].total for c in alone), Amounts())
+        assert whole[part].total == total, part
+    assert whole.flops > whole["scores"].total.flops + whole["mixing"].total.flops > 0
+    formulas, values = whole.symbolic.total, whole.values
+    for name in ("parameters", "flops", "elementwise_flops", "executed_flops", "bytes"):
+        assert getattr(formulas, name).subs(values) == getattr(whole.total, name)
+
+
+def test_the_pairs_of_each_pattern_are_listed_with_its_heads():
+    result = cost(rg.Attention(24, heads=4, pattern=HEADS), n=13)
+    found = [(p.path, p.heads, p.pattern, p.needed, p.full) for p in result.pairs]
+    assert found == [
+        ("attention", heads, repr(HEADS[heads[0]]), HEADS[heads[0]].count(13), 169)
+        for heads in ((0, 2), (1,), (3,))
+    ]
+    text = str(result)
+    assert "pairs in attention, heads 0, 2: causal() allows 91 of 169; backend sdpa computes 91" in text
+    assert "pairs in attention, head 1: causal() & window(2) allows 36 of 169; backend sdpa computes" in text
+    needed = sum(p.count(13) for p in HEADS)
+    assert result.saving.core == 1 - needed / (4 * 169)
+    assert [p["heads"] for p in json.loads(result.json())["pairs"]] == [[0, 2], [1], [3]]
+    assert [p.heads for p in cost(rg.Attention(24, heads=4, pattern=rg.causal()), n=13).pairs] == [()]
+
+
+def test_heads_with_closed_forms_have_a_formula_of_the_length_alone():
+    spec = rg.Attention(64, heads=4, pattern=[rg.causal(), rg.full(), rg.causal(), rg.window(3)])
+    here, there = (cost(spec, n=size) for size in (40, 97))
+    assert here.formula.subs(n, 97).subs(here.values) == there.flops

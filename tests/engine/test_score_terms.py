@@ -322,9 +322,8 @@ def test_a_declared_attention_has_both_terms():
             "softcap=2.0 caps q·k, which score='additive' does not have; use score='dot'",
         ),
         (
-            {"pattern": rg.per_head([rg.causal()] * 6)},
-            "pattern=per_head(…) is not priced yet, so a declaration has one pattern; pass it in the call instead: "
-            "layer(x, pattern=rg.per_head([…]))",
+            {"pattern": rg.per_head([rg.causal()] * 4)},
+            "pattern has 4 patterns for heads=6; give one for each query head",
         ),
         (
             {"sink_logits": True, "scale": inf},

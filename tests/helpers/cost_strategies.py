@@ -33,6 +33,8 @@ def attentions(draw, d_model=None, closed=False, patterns=PATTERNS, d_context=No
         position = draw(st.sampled_from(layer_kinds if score == "position" else [None, *layer_kinds]))
     elif score == "position":
         score = "dot"
+    each = st.sampled_from(patterns)
+    one_per_head = st.lists(each, min_size=heads, max_size=heads)
     own = not isinstance(position, rg.rope) and score != "bilinear"
     output = closed or draw(st.booleans())
     return rg.Attention(
@@ -43,7 +45,7 @@ def attentions(draw, d_model=None, closed=False, patterns=PATTERNS, d_context=No
         d_v=draw(st.sampled_from([None, 3])),
         d_out=None if closed or not output else draw(st.sampled_from([None, 7])),
         d_context=d_context,
-        pattern=draw(st.sampled_from(patterns)),
+        pattern=draw(st.one_of(each, one_per_head)),
         position=position,
         score=score,
         scale=draw(st.sampled_from([None, None, 0.5, float("inf")])),

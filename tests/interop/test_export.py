@@ -151,6 +151,9 @@ REFUSED = {
     "CTranslate2 cannot run the decoder's pattern=causal() & window(2): its pattern is causal()": lambda: (
         changed("decoder", attention=replace(OWN, pattern=rg.causal() & rg.window(2)))
     ),
+    "CTranslate2 cannot run the encoder's pattern=per_head([full(), window(2), full()]): its pattern is full()": (
+        lambda: changed("encoder", attention=replace(OWN, pattern=[rg.full(), rg.window(2), rg.full()]))
+    ),
     "CTranslate2 cannot run the decoder's heads=2 and 3: a stack has one number of heads": lambda: changed(
         "decoder", cross=replace(OWN, heads=2)
     ),

@@ -159,6 +159,18 @@ def test_a_pattern_in_use_is_part_of_the_declaration():
         assert torch.allclose(module(IDS), model(IDS).logits, atol=1e-5)
         assert not torch.allclose(module(IDS), plain, atol=1e-2)
         assert torch.allclose(rg.to_huggingface(module)(IDS).logits, model(IDS).logits, atol=1e-5)
+    heads = [pattern, rg.causal(), rg.window(3), pattern]
+    with rg.use(model, heads):  # in addition to the model's causal mask
+        module = rg.from_huggingface(model)
+        assert module.spec.block.attention.pattern == rg.per_head(
+            [pattern, rg.causal(), rg.causal() & rg.window(3), pattern]
+        )
+        assert torch.allclose(module(IDS), model(IDS).logits, atol=1e-5)
+        assert torch.allclose(rg.to_huggingface(module)(IDS).logits, model(IDS).logits, atol=1e-5)
+        with pytest.raises(
+            rg.SpecError, match=r"the configuration declares .*causal.*, and the module is .*per_head"
+        ):
+            rg.to_huggingface(module, transformers.LlamaConfig(**LLAMA))
     with (
         rg.use(model, {0: pattern}),
         pytest.raises(rg.SpecError, match="layers of this model have different patterns"),

@@ -143,6 +143,7 @@ def test_a_layer_used_twice_is_refused_and_its_copy_is_not():
 
 LOOKS, NETWORK = rg.Attention(D, heads=HEADS), rg.FeedForward(D_FF)
 PAST = replace(LOOKS, pattern=rg.causal())
+BY_HEAD = rg.per_head([rg.causal(), *[rg.window(2)] * (HEADS - 1)])
 PLAIN = rg.Block(LOOKS, NETWORK)
 CROSS = rg.Block(PAST, NETWORK, cross=LOOKS)
 
@@ -190,6 +191,11 @@ def test_heads_that_do_not_divide_are_refused():
         ({"scale": 1.0}, "scale=1.0: {} scales scores by 1/√d_k = 0.447214; leave it out"),
         ({"temperature": 0.0}, "scale=inf: {} scales scores by 1/√d_k = 0.447214; leave it out"),
         ({"biases": "output"}, "biases='output': {} has all biases or none; use 'all' or 'none'"),
+        (
+            {"pattern": BY_HEAD},
+            f"pattern={BY_HEAD!r}: {{}} attends to all keys unless a call passes a mask; declare rg.full() "
+            "and give each call attn_mask=~pattern.allowed(n).repeat(b, 1, 1)",
+        ),
         (
             {"pattern": rg.window(2)},
             "pattern=window(2): {} attends to all keys unless a call passes a mask; "

@@ -335,3 +335,12 @@ def test_modules_are_drawn_under_the_roofline():
     assert len(points) == sum(bool(p.flops and p.bytes) for p in guess.parts) > 3
     top = max(machine.flops_per_s.values())
     assert all(line.get_ydata()[0] <= top for line in points)
+
+
+def test_a_pattern_for_each_head_is_drawn_one_by_one_and_connects_by_any_head():
+    heads = rg.per_head([rg.causal() & rg.window(1), rg.causal() & (rg.window(0) | rg.every(4))])
+    with pytest.raises(rg.SpecError, match=r"is one pattern for each head; draw one of .patterns"):
+        figures.mask_matrix(heads)
+    texts = [t.get_text() for t in figures.receptive_field(heads, 16, 2).axes[0].texts]
+    union = rg.causal() & (rg.window(1) | rg.every(4))
+    assert texts == [t.get_text() for t in figures.receptive_field(union, 16, 2).axes[0].texts]

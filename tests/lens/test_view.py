@@ -342,3 +342,20 @@ def test_a_recorder_names_what_it_does_not_have(tmp_path):
     with pytest.raises(rg.FormatError, match=r"x.json is not a record in regard's format 1"):
         Recorder.load(tmp_path / "x.json")
     assert gradient_norms(small()) == {}
+
+
+@pytest.mark.parametrize("given", [None, rg.window(4), [rg.window(1), rg.full(), rg.window(3)]], ids=type)
+def test_each_head_is_seen_with_its_own_pattern(given):
+    heads = [rg.causal(), rg.causal() & rg.window(2), rg.causal() & (rg.window(0) | rg.every(3))]
+    attention = rg.Attention(24, heads=3, pattern=heads, position=rg.alibi(), sink_logits=True)
+    torch.manual_seed(0)
+    model = rg.Encoder(rg.Block(attention, rg.FeedForward(20)), 2, embedding=rg.Embedding(11, 24)).build()
+    expected = model(IDS, pattern=given, return_weights=True)[1]
+    view = look(model, {"x": IDS, "pattern": given})
+    for layer in range(2):
+        for head in range(3):
+            for batch in range(2):
+                found = view.map(layer, head, batch)
+                assert torch.allclose(found, expected[layer]["self"][batch, head], atol=1e-6)
+                allowed = heads[head].allowed(7)
+                assert not (view.scores(layer, head, batch=batch)[~allowed] > -torch.inf).any()

@@ -5,6 +5,7 @@ import json
 from math import inf
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -282,6 +283,78 @@ def test_a_pattern_with_empty_rows_warns_at_declaration(pattern, none):
         Attention(8, heads=2, pattern=pattern)
     text = f"{pattern!r}: with 64 positions, {none} no allowed key; the output there is zero"
     assert str(w[0].message) == text
+
+
+HEADS = [rg.causal(), rg.causal() & rg.window(2), rg.causal(), rg.causal() & (rg.window(0) | rg.every(3))]
+
+
+@pytest.mark.parametrize("given", [HEADS, tuple(HEADS), rg.per_head(HEADS)], ids=["list", "tuple", "value"])
+def test_a_declaration_takes_a_pattern_for_each_head(given):
+    declared = Attention(8, heads=4, pattern=given)
+    assert declared.pattern == rg.per_head(HEADS)
+    assert rg.from_json(declared.json()) == declared == eval(repr(declared), ALL)
+    model = Encoder(Block(declared, FeedForward(8)), 2)
+    assert rg.from_json(model.json()) == model == eval(repr(model), ALL)
+    assert "heads 0, 2: causal()\n■ · ·\n■ ■ ·\n■ ■ ■" in declared.pattern.draw(3)
+
+
+def test_equal_patterns_of_all_heads_are_declared_as_one():
+    declared = Attention(8, heads=4, pattern=[rg.causal()] * 4)
+    assert declared == Attention(8, heads=4, pattern=rg.causal())
+    assert dataclasses.replace(declared, heads=2).pattern == rg.causal()
+    Block(declared, None, cross=Attention(8, heads=2, pattern=[rg.full()] * 2))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [json.loads(pattern.json()) for pattern in HEADS],
+        [repr(pattern) for pattern in HEADS],
+        repr(rg.per_head(HEADS)),
+    ],
+    ids=["kinds", "texts", "text"],
+)
+def test_json_may_list_the_patterns_of_heads(written):
+    data = {"kind": "Attention", "d_model": 8, "heads": 4, "pattern": written}
+    assert rg.from_json(json.dumps(data)) == Attention(8, heads=4, pattern=HEADS)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (HEADS[:3], "pattern has 3 patterns for heads=4; give one for each query head"),
+        ([rg.causal()] * 2, "pattern has 2 patterns for heads=4; give one for each query head"),
+        ([], "per_head([]) has no head; give one pattern for each query head"),
+        ([*HEADS[:3], 5], "per_head: head 3 is of type int, not a pattern; use rg.causal(), rg.window(2), …"),
+        (
+            [*HEADS[:3], rg.documents(torch.zeros(5, dtype=torch.long))],
+            f"pattern=per_head([{', '.join(map(repr, HEADS[:3]))}, documents(<5 ids>)]) carries data, which a "
+            "declaration cannot contain; pass it in the call instead: layer(x, pattern=...)",
+        ),
+    ],
+    ids=["3 of 4", "2 of 4", "none", "no pattern", "data"],
+)
+def test_patterns_of_heads_that_cannot_be_declared_are_refused(given, text):
+    with pytest.raises(SpecError) as refused:
+        Attention(8, heads=4, pattern=given)
+    assert str(refused.value) == text
+
+
+def test_a_decoder_is_causal_in_every_head():
+    block = Block(Attention(8, heads=4, pattern=[*HEADS[:3], rg.window(1)]), None)
+    with pytest.raises(SpecError, match=r"a Decoder must be causal, and pattern=per_head.*allows later keys"):
+        Decoder(block, 1, embedding=Embedding(9, 8))
+
+
+def test_the_warning_of_empty_rows_names_the_heads():
+    with pytest.warns(rg.EmptyRowWarning) as w:
+        Attention(8, heads=4, pattern=[rg.causal() - rg.window(0), rg.causal(), rg.prefix(3), rg.prefix(3)])
+    later = "no allowed key; the output there is zero"
+    assert [str(x.message) for x in w] == [
+        f"causal() & ~window(0) of head 0: with 64 positions, query 0 has {later}",
+        f"prefix(3) of heads 2, 3: with 64 positions, queries 3, 4, 5, … have {later}",
+    ]
+    assert {x.filename for x in w} == {__file__}
 
 
 def test_a_part_is_not_built_alone():

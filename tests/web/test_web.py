@@ -149,7 +149,12 @@ def test_a_preset_and_a_declaration_are_priced_as_the_library_does(
     # Tiles of attention are priced by the number of threads: here that of a new process, as the server's workers are.
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads_of_a_new_process)
     sizes = {"n": 64, "batch": 2, "dtype": "bfloat16", "train": True}
-    for declared in (rg.preset("tiny-gpt"), rg.Attention(64, heads=4, pattern=rg.causal() & rg.window(8))):
+    heads = rg.Attention(64, heads=2, pattern=[rg.causal(), rg.causal() & rg.window(8)])
+    for declared in (
+        rg.preset("tiny-gpt"),
+        rg.Attention(64, heads=4, pattern=rg.causal() & rg.window(8)),
+        heads,
+    ):
         model = "tiny-gpt" if declared == rg.preset("tiny-gpt") else json.loads(declared.json())
         status, result = ask(bare, "/api/cost", {"model": model, **sizes})
         cost = rg.cost(declared, **sizes)

@@ -12,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import ShapeError, SpecError
+from ..pattern import Pattern
+from ..pattern.heads import of_heads
 from .certificate import Certificate
 from .geometry import MODES, Geometry, Offset
 
@@ -35,10 +37,12 @@ class Lowered(nn.Module):
         rest: nn.Module | None,
         grid: Offset | None,
         pattern: Any = None,
+        heads: Sequence[int] = (),
     ):
+        """pattern: of the call, beside its own. heads: those that `rest` has."""
         super().__init__()
         self.convolution, self.kernels, self.rest = convolution, kernels, rest
-        self.grid, self.pattern = grid, pattern
+        self.grid, self.pattern, self.heads = grid, pattern, heads
 
     def forward(self, x: Float[Tensor, "..."], context: None = None, **options: Any) -> Float[Tensor, "..."]:
         if self.grid is None:
@@ -52,7 +56,7 @@ class Lowered(nn.Module):
             )
         if not _same(pattern, self.pattern):
             raise ShapeError("this attention was lowered with another pattern; lower it again with this one")
-        outputs = [] if self.rest is None else [self.rest(x, pattern=pattern)]
+        outputs = [] if self.rest is None else [self.rest(x, pattern=_of_heads(pattern, self.heads))]
         if self.convolution is not None or self.kernels is not None:
             cells = rearrange(x, "b n c -> b c n") if len(self.grid) == 1 else self._on_grid(x)
             fixed = [part(cells) for part in (self.convolution, self.kernels) if part is not None]
@@ -191,6 +195,12 @@ def _grouped(weight: Float[Tensor, "o c *k"], groups: int) -> tuple[Float[Tensor
     if blocks[~own].any():  # training has made entries outside the groups nonzero
         return weight, 1
     return rearrange(blocks[own], "g o i ... -> (g o) i ..."), groups
+
+
+def _of_heads(pattern: Any, heads: Sequence[int]) -> Any:
+    if isinstance(pattern, Tensor) and pattern.dim() > 2 and pattern.shape[-3] > 1:
+        return pattern[..., list(heads), :, :]
+    return of_heads(pattern, heads) if isinstance(pattern, Pattern) else pattern
 
 
 def _same(pattern: Any, declared: Any) -> bool:

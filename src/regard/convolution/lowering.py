@@ -177,7 +177,7 @@ def _lower_heads(
         data = _normal(attention.w_v.weight, 2, prod(grid), attention.spec.d_model)
         facts = replace(facts, measured_on="standard normal inputs")
     return _with_certificate(
-        Lowered(conv, blur, rest, grid, pattern), attention, data, facts, pattern=pattern
+        Lowered(conv, blur, rest, grid, pattern, others), attention, data, facts, pattern=pattern
     )
 
 

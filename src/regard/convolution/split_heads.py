@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import spec
 from ..nn.attention import MultiHeadAttention
+from ..pattern.heads import of_heads
 from ..position import alibi, quadratic, relative_table, shaw, t5_buckets
 from .geometry import Offset
 
@@ -52,7 +53,7 @@ class SplitHeads:
         """The attention of these heads."""
         if len(heads) == self.size.heads:
             return copy.deepcopy(self.attention)
-        rest = self._declare(len(heads), grid)
+        rest = self._declare(heads, grid)
         assert rest.w_o is not None  # declared so
         old, size = self.attention, self.size
         with torch.no_grad():
@@ -74,14 +75,15 @@ class SplitHeads:
             _copy_position(old, rest, heads, grid)
         return rest.train(old.training)
 
-    def _declare(self, heads: int, grid: Offset) -> MultiHeadAttention:
+    def _declare(self, heads: list[int], grid: Offset) -> MultiHeadAttention:
         size, own = self.size, self.spec
         position = relative_table(grid[0] - 1) if isinstance(own.position, alibi) else own.position
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", spec.EmptyRowWarning)  # warned when the original was declared
             declared = replace(
                 own,
-                heads=heads,
+                heads=len(heads),
+                pattern=of_heads(own.pattern, heads),
                 kv_heads=None,
                 d_k=None if own.score == "bilinear" else size.d_k,
                 d_v=size.d_v,

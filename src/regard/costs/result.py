@@ -264,7 +264,7 @@ class Cost(ShownAsTables):
                 f"{counts['all']:,} with all biases"
             )
         attentions = Counter(  # equal attentions of several layers are one line
-            f"pairs in {merged(p.path)}: {p.pattern} allows {p.needed:,} of {p.full:,}; "
+            f"pairs in {merged(p.path)}{p.of_heads}: {p.pattern} allows {p.needed:,} of {p.full:,}; "
             f"backend {p.backend} computes {p.computed:,} ({p.waste:.2f} × needed)"
             for p in self.pairs
         )

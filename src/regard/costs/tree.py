@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import SpecError, nearest
+from ..pattern.heads import numbered
 
 Amount = Any  # an int, or a sympy expression over integers
 
@@ -43,7 +44,7 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Query-key pairs of one attention, for one head and one batch row."""
+    """Query-key pairs of one attention, for one head and one batch row: of any head, or of those named."""
 
     path: str  # of the attention in the tree
     pattern: str
@@ -52,8 +53,10 @@ class Pairs:
     full: int  # n · m
     backend: str
     reason: str = ""
+    heads: tuple[int, ...] = ()  # that have this pattern; none: all heads of the attention
 
     waste = property(lambda self: self.computed / self.needed if self.needed else 1.0 + self.computed)
+    of_heads = property(lambda self: f", {numbered(self.heads)}" if self.heads else "")
 
     def plain(self) -> dict[str, Any]:
         return asdict(self) | {"waste": self.waste}
@@ -68,7 +71,7 @@ class Part:
     parts: tuple["Part", ...] = ()
     times: Amount = 1
     note: str = ""  # a remark: "tied to the embedding", "recomputed in the backward pass"
-    pairs: Pairs | None = None  # of a declared attention
+    pairs: tuple[Pairs, ...] = ()  # of a declared attention: one for each call that it runs as
 
     @cached_property
     def total(self) -> Amounts:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from math import inf, prod
 from operator import and_
@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import compat
 from ..errors import BackendError, ShapeError
 from ..pattern import At, Pattern, causal, full, positions, query_offset
+from ..pattern.heads import launches
 from ..position import ByDistance
 from ..reference import Ties, default_scale
 
@@ -268,6 +269,11 @@ class CallFacts:
     def data_rows(self) -> int:
         """The batch rows and heads in which the pattern's data may differ: its pairs are counted over all of them."""
         return prod(self.pattern.data_shape)
+
+    def launches(self) -> list[tuple[list[int], "CallFacts"]]:
+        """The calls that it runs as, and their heads: one, unless heads have patterns of their own."""
+        parts = launches(self.pattern, self.heads, self.kv_heads)
+        return [(of, replace(self, pattern=p, heads=len(of), kv_heads=len(kv))) for p, of, kv in parts]
 
     def like(self) -> tuple[Tensor, Tensor, Tensor]:
         """Meta tensors with the shapes of q, k and v."""

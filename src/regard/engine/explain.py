@@ -1,6 +1,6 @@
 """The plan in words: what a call would cost to run, by which backend, and why."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -73,19 +73,15 @@ def explain(*arguments: Any, backend: str = "auto", **options: Any) -> Explanati
 
 def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
     """The launches of a pattern per head, as one: pairs are of all heads, and of all batch rows of data."""
-    pattern = facts.pattern
-    assert isinstance(pattern, per_head)
-    pattern.check_heads(facts.heads)
     launches, lines = [], []
-    for head_pattern, heads, kv_heads in pattern.launches(facts.heads // facts.kv_heads):
-        part = replace(facts, pattern=head_pattern, heads=len(heads), kv_heads=len(kv_heads))
+    for heads, part in facts.launches():
         launch = _explain(part, backend)
         launches.append((len(heads) * facts.data_rows // launch.rows, launch))
         numbers = ", ".join(map(str, heads[:6])) + (", …" if len(heads) > 6 else "")
         how = f"{launch.backend}, {launch.variant}, {launch.waste:.2f} × needed"
-        lines += [f"heads {numbers:<10}{head_pattern!r}: {how}", *launch.passes]
+        lines += [f"heads {numbers:<10}{part.pattern!r}: {how}", *launch.passes]
     return Explanation(
-        pattern, facts.n, facts.m,
+        facts.pattern, facts.n, facts.m,
         needed=sum(count * launch.needed for count, launch in launches),
         computed=sum(count * launch.computed for count, launch in launches),
         rows=facts.heads * facts.data_rows, variant=f"{len(launches)} launches", passes=tuple(lines),

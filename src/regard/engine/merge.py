@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import ShapeError
-from ..pattern import per_head
+from ..pattern.heads import launches
 from ..position import ByDistance
 from .call import Bias, Call, Outputs, replaced
 
@@ -68,11 +68,9 @@ def merge_sink(
 
 def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
     """The results of all heads, in the order of the heads. run: for a call of some heads with one pattern."""
-    assert isinstance(call.pattern, per_head)
-    group = call.q.shape[1] // call.k.shape[1]
     order: list[int] = []
     results: list[Outputs] = []
-    for pattern, heads, kv_heads in call.pattern.launches(group):
+    for pattern, heads, kv_heads in launches(call.pattern, call.q.shape[1], call.k.shape[1]):
         part = replaced(
             call, pattern=pattern, table=_broadcast_heads(call.table, heads), bias=_bias(call.bias, heads),
             q=_heads(call.q, heads, 1), k=_heads(call.k, kv_heads, 1), v=_heads(call.v, kv_heads, 1),
@@ -80,10 +78,10 @@ def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
         )  # fmt: skip
         order += heads
         results.append(run(part))
-    back = torch.tensor(order, device=call.q.device).argsort()
-    o = torch.cat([o for o, _ in results], 1).index_select(1, back)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    o = _heads(torch.cat([o for o, _ in results], 1), back, 1)
     logs = [lse for _, lse in results if lse is not None]
-    return o, torch.cat(logs, 1).index_select(1, back) if len(logs) == len(results) else None
+    return o, _heads(torch.cat(logs, 1), back, 1) if len(logs) == len(results) else None
 
 
 def _heads(x: Tensor, heads: list[int], axis: int) -> Tensor:

@@ -219,10 +219,12 @@ def _write_attention(declared: spec.Attention, batch_first: bool, field: str = "
         declared.biases != "output",
         f"{field}biases='output': {theirs} has all biases or none; use 'all' or 'none'",
     )
+    by_head = declared.pattern.differs_by_head  # PyTorch's mask has one axis for batch rows and heads
+    table = "~pattern.allowed(n).repeat(b, 1, 1)" if by_head else "~pattern.allowed(n)"
     require(
         declared.pattern in (full(), causal()),
         f"{field}pattern={declared.pattern!r}: {theirs} attends to all keys unless a call passes a mask; "
-        f"declare rg.full() and give each call attn_mask=~pattern.allowed(n)",
+        f"declare rg.full() and give each call attn_mask={table}",
     )
     usual_widths = size.d_context == size.d_values == size.d_model
     return nn.MultiheadAttention(

@@ -26,6 +26,8 @@ def counts_of(declared: spec.Spec, name: str | None = None) -> Part:
         if _is_dense(declared):
             rows.append(("FLOPs of matrix products", priced.flops, _executed_flops(module, declared)))
         if isinstance(declared, spec.Attention) and declared.d_k is None and declared.d_v is None:
+            if declared.pattern.differs_by_head:  # a pattern of this number of heads only
+                return rows
             for heads in (1, 2):
                 other = cost(replace(declared, heads=heads, kv_heads=None), batch=B, **_lengths(declared))
                 full_heads = cost(replace(declared, kv_heads=None), batch=B, **_lengths(declared))

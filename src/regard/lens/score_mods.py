@@ -90,6 +90,7 @@ class RegardArguments:
             scores.add_(call.bias.dense(at, keys)[region.heads])
         if not isinstance(call.pattern, full):
             allowed = call.pattern.allows(at[:, None], keys[None, :])
+            allowed = allowed[None] if allowed.dim() == 3 else allowed  # one for each head
             scores.masked_fill_(~(region.take_heads(allowed) if allowed.dim() == 4 else allowed), -inf)
         if call.table is not None:
             scores.masked_fill_(~region.take(call.table), -inf)

@@ -108,7 +108,7 @@ class MultiHeadAttention(nn.Module):
         p = self._project(x, (context, values), lengths, cache, at)
         q, bias, scale = self._score(p, bias)
         arguments: dict[str, Any] = {
-            "pattern": self._pattern(pattern),
+            "pattern": self._pattern(pattern, p.at),
             "lengths": p.lengths,
             "bias": bias,
             "scale": scale,
@@ -287,6 +287,7 @@ class MultiHeadAttention(nn.Module):
             )
         scores = declared.position is not None and declared.position.acts == "score"
         by_head = {
+            f"pattern={declared.pattern!r}": declared.pattern.differs_by_head,
             f"score={declared.score!r}": declared.score not in ("dot", "bilinear"),
             repr(declared.position): scores,
             "sink_logits=True": declared.sink_logits,
@@ -295,7 +296,7 @@ class MultiHeadAttention(nn.Module):
         if named := [name for name, present in by_head.items() if present]:
             raise ShapeError(
                 f"{got}, but {named[0]} is for all {size.heads} heads; split heads between processes without it: "
-                "with position=rope() or no position"
+                "with one pattern, and with position=rope() or no position"
             )
 
     def _score(self, p: Projected, bias: Bias) -> tuple[Tensor, Bias, int | float | None]:
@@ -320,7 +321,7 @@ class MultiHeadAttention(nn.Module):
         return _offset_positions(p.at, n, m - n, p.q.device), torch.arange(m, device=p.q.device)
 
     def _pattern(
-        self, given: Pattern | Tensor | Sequence[Pattern] | Complete | None
+        self, given: Pattern | Tensor | Sequence[Pattern] | Complete | None, at: At | Tensor
     ) -> Pattern | Tensor | None:
         own = self.spec.pattern
         if given is None:
@@ -334,7 +335,7 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(given, Tensor) or given.dtype != torch.bool:
             refused: Any = given  # by rg.attention
             return refused
-        return given & own.allowed(given.shape[-2], given.shape[-1], device=given.device)
+        return given & own.allowed(given.shape[-2], given.shape[-1], at, given.device)
 
     def _check_widths(self, x: Tensor, source: Tensor, values: Tensor | None = None) -> None:
         size = self.spec.sizes

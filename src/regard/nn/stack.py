@@ -1,5 +1,6 @@
 """Encoders and decoders: an embedding, blocks, a norm, a head."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import compat, spec
 from .. import pattern as patterns
+from ..engine.attention import Patterns
 from ..engine.backends import backend, named
 from ..engine.call import Bias
 from ..errors import ShapeError, not_an_argument_of
@@ -57,7 +59,7 @@ class Stack(nn.Module):
         context_lengths: Int[Tensor, " b"] | None = None,
         types: Int[Tensor, "b n"] | None = None,
         documents: Int[Tensor, "b n"] | None = None,
-        pattern: Pattern | Tensor | None = None,
+        pattern: Patterns = None,
         cache: Cache | None = None,
         return_weights: bool = False,
         **foreign: Any,
@@ -67,8 +69,9 @@ class Stack(nn.Module):
         lengths: the number of real tokens per row; the rest is padding at its end. documents: the document of each
         token, where a row holds several: no token attends to another document, and positions start at 0 in each,
         those of the patterns too (every, sinks, blocks, …), as in `rg.documents(ids, pattern)`.
-        pattern: restricts the declared pattern further. cache: holds earlier keys and values, so that each call
-        passes only new tokens. return_weights: a list with a dictionary per block, "self" and "cross".
+        pattern: restricts the declared pattern further; a list has one per head. cache: holds earlier keys and
+        values, so that each call passes only new tokens. return_weights: a list with a dictionary per block, "self"
+        and "cross".
         """
         if foreign:
             raise not_an_argument_of(self, foreign)
@@ -96,7 +99,7 @@ class Stack(nn.Module):
         context_lengths: Int[Tensor, " b"] | None = None,
         types: Int[Tensor, "b n"] | None = None,
         documents: Int[Tensor, "b n"] | None = None,
-        pattern: Pattern | Tensor | None = None,
+        pattern: Patterns = None,
         cache: Cache | None = None,
         weights: list[dict[str, Tensor]] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
@@ -107,7 +110,7 @@ class Stack(nn.Module):
         x = self._embed(x, types, cache, documents, drops=not begins)
         bias = self._bias(x, cache)
         states: Any = Residual(None, x, self.embedding.spec.dropout) if begins else x
-        allowed: Pattern | Tensor | Complete | None = pattern
+        allowed: Patterns | Complete = pattern
         if documents is not None:
             allowed = _within_documents(documents, pattern, self.spec.block.attention.pattern)
         for i, block in enumerate(self.blocks):
@@ -192,9 +195,10 @@ class Stack(nn.Module):
 
 
 def _within_documents(
-    ids: Int[Tensor, "b n"], given: Pattern | Tensor | None, declared: Pattern
+    ids: Int[Tensor, "b n"], given: Patterns, declared: Pattern
 ) -> Pattern | Tensor | Complete:
     """The given pattern within each document; where it or the declared one names positions, both of them."""
+    given = per_head(given) if isinstance(given, Sequence) else given
     packed, n = patterns.documents(ids), ids.shape[1]
     counted = given if isinstance(given, Pattern) and not given.has_data else patterns.full()
     if declared.shift_period == counted.shift_period == 1:

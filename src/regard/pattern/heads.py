@@ -1,7 +1,7 @@
 """A pattern for each query head."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,27 +42,20 @@ class per_head(Pattern):
             inner = ", ".join(pattern.text for pattern in given)
             object.__setattr__(self, "text", f'{{"kind": "per_head", "patterns": [{inner}]}}')
 
+    @property
+    def heads_of(self) -> dict[Pattern, list[int]]:
+        """Each pattern, and the heads that have it."""
+        heads: dict[Pattern, list[int]] = {}
+        for head, pattern in enumerate(self.patterns):
+            heads.setdefault(pattern, []).append(head)
+        return heads
+
     def check_heads(self, heads: int) -> None:
         """Raise a ShapeError if these are not as many patterns as query heads."""
         if len(self.patterns) != heads:
             raise ShapeError(
                 f"per_head has {len(self.patterns)} patterns for {heads} query heads; give one for each head"
             )
-
-    def launches(self, group: int) -> list[tuple[Pattern, list[int], list[int]]]:
-        """Heads that run together, with their key heads: of one pattern, and as many of them in each group of heads
-        that share their keys. group: heads that do."""
-        together: dict[tuple[Pattern, int], list[int]] = defaultdict(list)
-        for first in range(0, len(self.patterns), group):
-            members: dict[Pattern, list[int]] = defaultdict(list)
-            for head in range(first, first + group):
-                members[self.patterns[head]].append(head)
-            for pattern, heads in members.items():
-                together[pattern, len(heads)] += heads
-        return [
-            (pattern, heads, list(dict.fromkeys(head // group for head in heads)))
-            for (pattern, _), heads in together.items()
-        ]
 
     def allows(self, i, j):
         """One truth value for each head; of tensors, along an axis in front of the last two."""
@@ -115,11 +108,8 @@ class per_head(Pattern):
 
     def draw(self, n, m=None, at=None):
         """The picture of each head, below its number; heads with equal patterns share one."""
-        heads: dict[Pattern, list[int]] = {}
-        for head, pattern in enumerate(self.patterns):
-            heads.setdefault(pattern, []).append(head)
-        titles = (("heads " if len(of) > 1 else "head ") + ", ".join(map(str, of)) for of in heads.values())
-        return "\n\n".join(f"{t}: {p!r}\n{p.draw(n, m, at)}" for t, p in zip(titles, heads))
+        each = self.heads_of.items()
+        return "\n\n".join(f"{numbered(heads)}: {p!r}\n{p.draw(n, m, at)}" for p, heads in each)
 
     def block_mask(self, n, m=None, at=None, device=None):
         raise ShapeError(
@@ -159,6 +149,37 @@ class per_head(Pattern):
 
     def __repr__(self):
         return f"per_head([{', '.join(map(repr, self.patterns))}])"
+
+
+def launches(pattern: Pattern, heads: int, kv_heads: int) -> list[tuple[Pattern, list[int], list[int]]]:
+    """Heads that run together, with their key heads: of one pattern, and as many of them in each group of heads that
+    share their keys."""
+    if not isinstance(pattern, per_head):
+        return [(pattern, [*range(heads)], [*range(kv_heads)])]
+    pattern.check_heads(heads)
+    group = heads // kv_heads
+    together: dict[tuple[Pattern, int], list[int]] = defaultdict(list)
+    for first in range(0, heads, group):
+        members: dict[Pattern, list[int]] = defaultdict(list)
+        for head in range(first, first + group):
+            members[pattern.patterns[head]].append(head)
+        for one, of in members.items():
+            together[one, len(of)] += of
+    return [(one, of, list(dict.fromkeys(head // group for head in of))) for (one, _), of in together.items()]
+
+
+def of_heads(pattern: Pattern, heads: Sequence[int]) -> Pattern:
+    """The pattern of an attention of these heads only."""
+    return per_head([pattern.patterns[h] for h in heads]) if isinstance(pattern, per_head) else pattern
+
+
+def numbered(heads: Sequence[int]) -> str:
+    """These heads in words.
+
+    >>> numbered([2]), numbered([0, 1])
+    ('head 2', 'heads 0, 1')
+    """
+    return ("heads " if len(heads) > 1 else "head ") + ", ".join(map(str, heads))
 
 
 register(per_head)

@@ -3,10 +3,11 @@
 import warnings
 from dataclasses import KW_ONLY, dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import RegardError, SpecError
-from ..pattern import Pattern, full
+from ..pattern import Pattern, full, per_head
+from ..pattern.heads import numbered
 from ..position import Position
 from .base import (
     Number,
@@ -55,7 +56,7 @@ class Attention(Spec):
     d_out: int | None = None  # None: d_model
     d_context: int | None = None  # width of the keys' and values' input; None: d_model
     d_values: int | None = None  # width of the values' input, if it is another tensor than the keys'
-    pattern: Pattern = full()
+    pattern: Pattern = full()  # or one for each head: per_head([…]), which a list becomes
     position: Position | None = None  # a position encoding that acts inside attention
     score: str = "dot"  # dot, bilinear, additive, or position (scores from the position encoding only)
     scale: Number | None = None  # None: 1/√d_k; inf is hard attention
@@ -76,10 +77,7 @@ class Attention(Spec):
         require_known("score", self.score, SCORES)
         require_known("biases", self.biases, BIASES)
         require_known("ties", self.ties, ("share", "first"))
-        require(
-            isinstance(self.pattern, Pattern),
-            f"pattern={self.pattern!r} is not a pattern; use rg.causal(), rg.window(2), …",
-        )
+        self._check_pattern()
         require(
             self.position is None or isinstance(self.position, Position),
             f"position={self.position!r} is not a position; use rg.rope(), rg.alibi(), …",
@@ -98,12 +96,24 @@ class Attention(Spec):
             )
         self._check_score()
         require_no_data("pattern", self.pattern)
-        require(
-            not self.pattern.differs_by_head,
-            "pattern=per_head(…) is not priced yet, so a declaration has one pattern; pass it in the call instead: "
-            "layer(x, pattern=rg.per_head([…]))",
-        )
         self._warn_of_empty_rows()
+
+    def _check_pattern(self):
+        """A pattern, or one for each head: a list becomes per_head, and equal patterns become that one pattern."""
+        given: Any = self.pattern
+        if isinstance(given, list | tuple):
+            given = per_head(given)
+        require(
+            isinstance(given, Pattern),
+            f"pattern={given!r} is not a pattern; use rg.causal(), rg.window(2), …",
+        )
+        if isinstance(given, per_head):
+            require(
+                len(given.patterns) == self.heads,
+                f"pattern has {len(given.patterns)} patterns for heads={self.heads}; give one for each query head",
+            )
+            given = given.patterns[0] if len(set(given.patterns)) == 1 else given
+        object.__setattr__(self, "pattern", given)
 
     def _check_score(self):
         require(
@@ -165,18 +175,21 @@ class Attention(Spec):
         )
 
     def _warn_of_empty_rows(self):
-        try:
-            empty = (self.pattern.row_counts(64) == 0).nonzero()[0].tolist()
-        except RegardError:
-            return
-        if empty:
-            first = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
-            none = f"queries {first} have" if len(empty) > 1 else f"query {first} has"
-            warnings.warn(
-                f"{self.pattern!r}: with 64 positions, {none} no allowed key; the output there is zero",
-                EmptyRowWarning,
-                stacklevel=4,
-            )
+        each = self.pattern.heads_of if isinstance(self.pattern, per_head) else {self.pattern: []}
+        for pattern, heads in each.items():
+            try:
+                empty = (pattern.row_counts(64) == 0).nonzero()[0].tolist()
+            except RegardError:
+                continue
+            if empty:
+                first = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
+                none = f"queries {first} have" if len(empty) > 1 else f"query {first} has"
+                where = f" of {numbered(heads)}" if heads else ""
+                warnings.warn(
+                    f"{pattern!r}{where}: with 64 positions, {none} no allowed key; the output there is zero",
+                    EmptyRowWarning,
+                    stacklevel=4,
+                )
 
     @property
     def sizes(self) -> Sizes:

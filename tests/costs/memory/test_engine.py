@@ -60,9 +60,13 @@ def test_a_training_step_takes_the_memory_of_the_variant_that_runs(variant, monk
 
 
 @unchecked
-@pytest.mark.parametrize("position", [None, alibi()])
-def test_a_forward_pass_takes_the_memory_of_the_variant_that_runs(position):
-    spec = rg.Attention(32, heads=4, kv_heads=2, pattern=near, position=position)
+@pytest.mark.parametrize(
+    "position, pattern",
+    [(None, near), (alibi(), near), (None, [near, rg.causal(), near, rg.window(3)])],
+    ids=["pattern", "bias", "pattern per head"],
+)
+def test_a_forward_pass_takes_the_memory_of_the_variant_that_runs(position, pattern):
+    spec = rg.Attention(32, heads=4, kv_heads=2, pattern=pattern, position=position)
     predicted = cost(spec, n=131, batch=3).memory
 
     def step(module, x):
@@ -86,8 +90,9 @@ def test_buffers_of_the_backward_pass_are_there_when_a_later_step_begins():
     assert peak - without == sum(sizes[k] for k in late) > 0
 
 
-def test_pairs_of_a_traced_module_are_those_of_its_pattern():
-    spec = rg.Attention(32, heads=4, pattern=near)
+@pytest.mark.parametrize("pattern", [near, [near, rg.causal(), near, rg.window(3)]], ids=["all", "by head"])
+def test_pairs_of_a_traced_module_are_those_of_its_pattern(pattern):
+    spec = rg.Attention(32, heads=4, pattern=pattern)
     module = spec.build()
     traced = cost(module, torch.zeros(3, 141, 32, device="meta"))
     declared = cost(spec, n=141, batch=3)

@@ -10,6 +10,7 @@ from regard.errors import SpecError
 from regard.laws import Budget, adapters, law, try_law
 from regard.laws.adapters import adapt, small_specs
 from regard.laws.adapters.hugging_face import padding_mask, reduced
+from regard.laws.declared_counts import counts_of
 from regard.laws.target import Function, Model
 from regard.nn.stack import document_positions
 
@@ -380,3 +381,39 @@ def test_every_preset_can_be_checked(name):
             (draw(target, 5, 0), draw(target, 6, 1)) if "context" in target.claims else (draw(target, 5, 0),)
         )
         assert target.call(target.module.eval(), *given).isfinite().all()
+
+
+@pytest.mark.parametrize("position", [None, rg.rope(), rg.alibi()], ids=repr)
+def test_no_law_is_broken_by_heads_with_patterns_of_their_own(position):
+    heads = [rg.causal(), rg.causal() & rg.window(2), rg.causal() & (rg.window(0) | rg.every(3)), rg.causal()]
+    attention = rg.Attention(16, heads=4, kv_heads=2, pattern=heads, position=position)
+    one = rg.Attention(16, heads=4, kv_heads=2, pattern=rg.causal() & rg.window(2), position=position)
+    for declared in (attention, rg.Encoder(rg.Block(attention, rg.FeedForward(16)), 2)):
+        ran = {o.law.number for o in rg.check(declared).outcomes if o.ran}
+        assert {"L29", "L33"} <= ran  # causal, and with a cache as without
+        assert not [o for o in rg.check(declared).outcomes if o.status == "broken"]
+    assert {"L29", "L33"} <= {o.law.number for o in rg.check(one).outcomes if o.ran}
+
+
+def test_a_declaration_reduced_in_size_has_each_of_its_patterns():
+    windows = [rg.causal() & rg.window(w) for w in (1, 1, 1, 1, 1, 1, 2, 1, 3, 1, 1, 1)]
+    small, note = small_specs.reduced(rg.Attention(96, heads=12, kv_heads=6, pattern=windows))
+    assert note and small.heads == 4 and small.pattern == rg.per_head([windows[h] for h in (0, 1, 6, 8)])
+    same, note = small_specs.reduced(rg.Attention(32, heads=2, pattern=windows[5:7], dropout=0.1))
+    assert not note and same == rg.Attention(32, heads=2, pattern=windows[5:7])
+
+
+def test_windows_of_heads_are_checked_as_the_widest_of_them():
+    heads = [rg.causal() & rg.window(1), rg.causal() & rg.window(3)]
+    declared = rg.Encoder(rg.Block(rg.Attention(8, heads=2, pattern=heads), None), 2)
+    (window,) = [o for o in rg.check(declared).outcomes if o.law.number == "L59"]
+    assert window.status == "holds"
+    mixed = rg.Encoder(rg.Block(rg.Attention(8, heads=2, pattern=[heads[0], rg.causal()]), None), 2)
+    (window,) = [o for o in rg.check(mixed).outcomes if o.law.number == "L59"]
+    assert window.status == "not applicable"
+
+
+def test_parameters_are_counted_for_heads_with_patterns_of_their_own():
+    declared = rg.Attention(12, heads=4, pattern=[rg.causal(), rg.full(), rg.causal(), rg.full()])
+    rows = counts_of(declared).call()
+    assert [(name, told, found) for name, told, found in rows] == [("parameters", 624, 624)]

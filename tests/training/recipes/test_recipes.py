@@ -353,3 +353,16 @@ def test_fewer_classes_than_the_data_have_are_refused(tmp_path):
 def test_the_two_numbers_of_layers_are_named(given, text):
     with pytest.raises(rg.SpecError, match=f"^{text}$"):
         recipe("translate-h200", layers=given)
+
+
+def test_a_recipe_takes_a_pattern_for_each_head():
+    heads = [rg.causal(), rg.causal() & rg.window(2)]
+    made = [
+        recipe("long-context", pattern=given, d_model=128, vocab=None)
+        for given in (heads, rg.per_head(heads))
+    ]
+    assert made[0].model == made[1].model and made[0].model.block.attention.pattern == rg.per_head(heads)
+    with pytest.raises(
+        rg.SpecError, match="pattern has 2 patterns for heads=4; give one for each query head"
+    ):
+        recipe("long-context", pattern=heads, d_model=256, vocab=None)

@@ -1,8 +1,10 @@
 """Attention, term by term: projections, position encoding, scores, scale, softmax, mixing, output.
 
-The query-key pairs are those that the pattern allows, and those that the backend evaluates which would run it.
+The query-key pairs are those that the pattern allows, and those that the backend evaluates which would run it. Heads
+with a pattern of their own are a call of their own, and a term is the sum over these calls.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,8 +22,11 @@ FUSED = ("sdpa", "tiles", "triton", "flex", "flash4")
 
 
 class AttentionPairs(NamedTuple):
-    """The pairs of one attention for one head, and the backend that evaluates them."""
+    """The heads of an attention that have one pattern, its pairs for each of them, and the backend that evaluates
+    them."""
 
+    heads: Amount
+    kv_heads: Amount
     needed: Amount
     computed: Amount
     rows: Amount  # queries with at least one allowed key
@@ -47,31 +52,36 @@ def attention(
     """concat_h softmax(scale · Q_h K_hᵀ + bias) V_h, times W_O. `shared`: a position encoding of the stack."""
     s, b, n, m = scope.sizes(spec), scope.b, scope.n, scope.m
     biased, position = spec.biases == "all", shared or spec.position
-    pairs = _pairs(spec, scope, shared, cross)
+    calls = _pairs(spec, scope, shared, cross)
     keyed = spec.score in ("dot", "additive")
     added = spec.score == "additive" or (position is not None and position.acts == "score")
-    every = b * s.heads * pairs.needed
+    every = sum(b * pairs.heads * pairs.needed for pairs in calls)
+    tables = sum(_score_table(scope, pairs, 2) for pairs in calls)
     parts = present(
         spec.score != "position" and linear("q", scope, b * n, s.d_model, s.heads * s.d_k, biased),
         keyed and linear("k", scope, b * m, s.d_context, s.kv_heads * s.d_k, biased),
         linear("v", scope, b * m, s.d_values, s.kv_heads * s.d_v, biased),
         *_position(spec, scope, s),
-        _scores(spec, scope, s, pairs),
+        _scores(spec, scope, s, calls),
         added and Part("bias", Amounts(elementwise_flops=every, bytes=scope.itemsize * s.heads * n * m)),
-        Part("scale", Amounts(elementwise_flops=every, bytes=_score_table(scope, s, pairs, 2))),
-        _softmax(spec, scope, s, pairs),
-        _mixing(spec, scope, s, pairs),
+        Part("scale", Amounts(elementwise_flops=every, bytes=tables)),
+        Part("softmax", _sum(_softmax(spec, scope, pairs) for pairs in calls)),
+        Part("mixing", _sum(_mixing(spec, scope, s, pairs) for pairs in calls)),
         spec.extra_key and _extra_key(scope, s),
         spec.output and linear("output", scope, b * n, s.heads * s.d_v, s.d_out, spec.biases != "none"),
     )
     if is_hard(spec):
         none = {"backward_flops": 0, "executed_backward_flops": 0}
         parts = tuple(p.with_own(**none) if p.name in ("q", "k", "position") else p for p in parts)
-    return Part(name, parts=parts, pairs=pairs.shown)
+    return Part(name, parts=parts, pairs=tuple(pairs.shown for pairs in calls))
 
 
-def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) -> AttentionPairs:
-    """The pairs of the call that the engine would receive. `shared`: a position encoding of the stack."""
+def _sum(amounts: Iterable[Amounts]) -> Amounts:
+    return sum(amounts, Amounts())
+
+
+def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) -> list[AttentionPairs]:
+    """The pairs of the calls that the engine would run. `shared`: a position encoding of the stack."""
     request, sizes, position, bias = scope.request, spec.sizes, shared or spec.position, "none"
     train = bool(request.train)
     n, m, pattern = scope.queries, scope.keys, full() if request.dense else spec.pattern
@@ -87,15 +97,27 @@ def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) 
         softcap=None if spec.softcap is None else float(spec.softcap), dropout_p=spec.dropout if train else 0.0,
         sink_logits=spec.sink_logits, grad=train,
     )  # fmt: skip
-    choice = choose(facts, request.backend)
+    (heads, one), *others = facts.launches()
+    if not others:
+        s = scope.sizes(spec)
+        return [_pairs_of(one, scope, s.heads, s.kv_heads)]
+    return [_pairs_of(f, scope, f.heads, f.kv_heads, tuple(of)) for of, f in [(heads, one), *others]]
+
+
+def _pairs_of(
+    facts: CallFacts, scope: Scope, heads: Amount, kv_heads: Amount, numbers: tuple[int, ...] = ()
+) -> AttentionPairs:
+    """The pairs of one call. numbers: of its heads; none if it is of all heads."""
+    n, m, pattern = facts.n, facts.m, facts.pattern
+    choice = choose(facts, scope.request.backend)
     needed, computed, rows = pattern.count(n, m, facts.offset), choice.computed(), n
     if not isinstance(pattern, full | causal):
         rows = int((pattern.row_counts(n, m, facts.offset) > 0).sum())
     amount = scope.pairs("pairs", needed, pattern)
     executed = amount if computed == needed else scope.pairs("pairs_computed", computed, full())
-    shown = Pairs("", repr(pattern), needed, computed, n * m, choice.backend, choice.reason)
+    shown = Pairs("", repr(pattern), needed, computed, n * m, choice.backend, choice.reason, numbers)
     queries = scope.n if rows == n else scope.size("rows", rows)
-    return AttentionPairs(amount, executed, queries, choice.variant, shown)
+    return AttentionPairs(heads, kv_heads, amount, executed, queries, choice.variant, shown)
 
 
 def is_hard(spec: Attention) -> bool:
@@ -103,26 +125,33 @@ def is_hard(spec: Attention) -> bool:
     return spec.factor == float("inf")
 
 
-def _scores(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
+def _scores(spec: Attention, scope: Scope, s: Sizes, calls: list[AttentionPairs]) -> Part:
+    own = _sum(_score_products(spec, scope, s, pairs) for pairs in calls)
+    recomputed = scope.request.train and any(pairs.fused for pairs in calls)
+    return Part("scores", own, note="recomputed in the backward pass" if recomputed else "")
+
+
+def _score_products(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Amounts:
     """q·k: 2 d_k per pair. An additive score is elementwise: add, tanh, multiply, add for each of d_k values.
 
     A score that is not a dot product reaches the engine as a bias on zero queries, whose products still run. A
     softcap divides, takes tanh and multiplies.
     """
     width, summed = (1, 1) if spec.score == "position" else (s.d_k, spec.sizes.d_k)
-    rows, additive = scope.b * s.heads, spec.score == "additive"
+    heads, additive = pairs.heads, spec.score == "additive"
+    rows = scope.b * heads
     needed = 2 * rows * pairs.needed * width if spec.score in ("dot", "bilinear") else 0
     executed = 0 if pairs.is_outer_product(summed) else 2 * rows * pairs.computed * width
-    moved = scope.itemsize * scope.b * width * (s.heads * scope.n + s.kv_heads * scope.m)
-    moved += _score_table(scope, s, pairs, 1)
+    moved = scope.itemsize * scope.b * width * (heads * scope.n + pairs.kv_heads * scope.m)
+    moved += _score_table(scope, pairs, 1)
     if pairs.variant == "masked":
         moved += scope.n * scope.m  # the bool mask, one byte per pair
     if additive:
         moved += 2 * scope.itemsize * rows * scope.n * scope.m * s.d_k
     # In the backward pass: products for q, for k, and if fused the scores again; constant zeros need no gradient.
     products = 0 if is_hard(spec) else {"additive": 1, "position": 0}.get(spec.score, 2)
-    own = Amounts(
-        parameters=s.heads * s.d_k if additive else 0,
+    return Amounts(
+        parameters=heads * s.d_k if additive else 0,
         flops=needed,
         backward_flops=0 if is_hard(spec) else 2 * needed,
         elementwise_flops=rows * pairs.needed * ((4 * s.d_k - 1 if additive else 0) + 3 * bool(spec.softcap)),
@@ -130,20 +159,18 @@ def _scores(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> P
         executed_backward_flops=(3 if pairs.fused else products) * executed,
         bytes=moved,
     )
-    note = "recomputed in the backward pass" if pairs.fused and scope.request.train else ""
-    return Part("scores", own, note=note)
 
 
-def _softmax(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
+def _softmax(spec: Attention, scope: Scope, pairs: AttentionPairs) -> Amounts:
     """5m − 2 per row of m entries: m − 1 comparisons, m subtractions, m exponentials, m − 1 sums, m divisions.
 
     Hard attention compares with the maximum instead: 4m − 2. A sink logit is one more entry, which is not divided: a
     comparison, a subtraction, an exponential and a sum.
     """
     per_row = 2 if spec.sink_logits else -2
-    flops = scope.b * s.heads * ((4 if is_hard(spec) else 5) * pairs.needed + per_row * pairs.rows)
-    sinks, moved = s.heads if spec.sink_logits else 0, _score_table(scope, s, pairs, 2)
-    return Part("softmax", Amounts(sinks, elementwise_flops=flops, bytes=moved))
+    flops = scope.b * pairs.heads * ((4 if is_hard(spec) else 5) * pairs.needed + per_row * pairs.rows)
+    sinks = pairs.heads if spec.sink_logits else 0
+    return Amounts(sinks, elementwise_flops=flops, bytes=_score_table(scope, pairs, 2))
 
 
 def _extra_key(scope: Scope, s: Sizes) -> Part:
@@ -156,25 +183,25 @@ def _extra_key(scope: Scope, s: Sizes) -> Part:
     return Part("extra_key", own)
 
 
-def _mixing(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
+def _mixing(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Amounts:
     """weights · v: 2 d_v per pair. With dropout the reference backend mixes twice, without and with dropout.
 
     No gradient flows through weights that are hard, or that contain nothing learned.
     """
-    each = 2 * scope.b * s.heads * s.d_v
+    each = 2 * scope.b * pairs.heads * s.d_v
     needed, executed = each * pairs.needed, 0 if pairs.is_outer_product(scope.keys) else each * pairs.computed
-    moved = scope.itemsize * scope.b * s.d_v * (s.kv_heads * scope.m + s.heads * scope.n)
+    moved = scope.itemsize * scope.b * s.d_v * (pairs.kv_heads * scope.m + pairs.heads * scope.n)
     fixed = is_hard(spec) or (spec.score == "position" and isinstance(spec.position, alibi))
     twice = pairs.shown.backend == "reference" and scope.request.train and spec.dropout > 0
     gradients = 1 if fixed else 2
-    own = product(needed, bytes=moved + _score_table(scope, s, pairs, 1), gradients=gradients)
+    own = product(needed, bytes=moved + _score_table(scope, pairs, 1), gradients=gradients)
     executed_flops, backward = (2 if twice else 1) * executed, gradients * executed
-    return Part("mixing", replace(own, executed_flops=executed_flops, executed_backward_flops=backward))
+    return replace(own, executed_flops=executed_flops, executed_backward_flops=backward)
 
 
-def _score_table(scope: Scope, s: Sizes, pairs: AttentionPairs, times: int) -> Amount:
+def _score_table(scope: Scope, pairs: AttentionPairs, times: int) -> Amount:
     """Bytes of reading or writing the table of scores this many times; a fused kernel keeps it on chip."""
-    return 0 if pairs.fused else times * scope.itemsize * scope.b * s.heads * pairs.computed
+    return 0 if pairs.fused else times * scope.itemsize * scope.b * pairs.heads * pairs.computed
 
 
 def _position(spec: Attention, scope: Scope, s: Sizes) -> tuple[Part, ...]:

@@ -24,8 +24,8 @@ def build_tree(request: Request, symbols: Symbols | None = None) -> tuple[Part, 
             f"{request.spec!r} has no width of its own; ask for the cost of the block or model that contains it"
         )
     tree = BUILDERS[kind](request.spec, Scope(request, symbols, request.n, request.m))
-    pairs = [(path or tree.name, part.pairs) for path, part, _ in tree.nodes() if part.pairs is not None]
-    return tree, tuple(replace(p, path=path) for path, p in pairs)
+    nodes = tree.nodes()
+    return tree, tuple(replace(p, path=path or tree.name) for path, part, _ in nodes for p in part.pairs)
 
 
 def feed_forward(spec: FeedForward, scope: Scope, d: Amount) -> Part:

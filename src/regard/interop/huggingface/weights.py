@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ... import spec
 from ...errors import FormatError, SpecError, nearest
 from ...nn.build import build
-from ...pattern import Pattern
+from ...pattern import Pattern, per_head
 from .families import FAMILIES, Family, Link
 from .patterns import FIELD
 from .problems import together
@@ -87,12 +87,9 @@ def _declared(family: Family, config: Any) -> spec.Spec:
             "the layers of this model have different patterns (rg.use), and a spec has one for all its layers"
         )
     [each] = texts
-    if len(each) > 1:
-        raise SpecError(
-            "the heads of this model have different patterns (rg.use), and a spec has one for all its heads"
-        )
     attention = declared.block.attention
-    both = together(attention.pattern, Pattern.from_json(each[0]))
+    heads = [together(attention.pattern, Pattern.from_json(text)) for text in each]
+    both = per_head(heads) if len(heads) > 1 else heads[0]
     return replace(declared, block=replace(declared.block, attention=replace(attention, pattern=both)))
 
 

@@ -17,7 +17,7 @@ from ...nn.block import Block
 from ...nn.cache import KeyValues
 from ...nn.feed_forward import FeedForward
 from ...nn.stack import EncoderDecoder, Stack, Vision
-from ...pattern import Both, Pattern, causal, full, window
+from ...pattern import Both, Pattern, causal, full, per_head, window
 from ...position import learned
 from ..target import Function, Model, Projections
 from .seeded import seeded
@@ -406,6 +406,9 @@ def _window(pattern: Pattern) -> tuple[int, int] | None:
             return before, before if after is None else after
         case Both(causal(), window(before, _)) | Both(window(before, _), causal()):
             return before, 0
+        case per_head(heads) if all(map(_window, heads)):  # what the widest of them reach
+            before, after = zip(*map(_window, heads))
+            return max(before), max(after)
     return None
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from ... import spec
 from ...errors import SpecError
+from ...pattern import per_head
+from ...pattern.heads import of_heads
 from ...position import learned
 from .seeded import seeded
 
@@ -62,7 +64,12 @@ def _changed(declared: Any, shrink: bool) -> Any:
     return replace(declared, **changes)
 
 
-def _heads(declared: spec.Attention) -> dict[str, int | None]:
+def _heads(declared: spec.Attention) -> dict[str, Any]:
     heads = declared.heads if declared.heads in (1, 2, 4) else 4
     shared = declared.heads // declared.sizes.kv_heads
-    return {"heads": heads, "kv_heads": None if shared == 1 else max(1, heads // shared)}
+    changes: dict[str, Any] = {"heads": heads, "kv_heads": None if shared == 1 else max(1, heads // shared)}
+    if isinstance(declared.pattern, per_head):  # the first heads, and before them one of each pattern
+        first = [of[0] for of in declared.pattern.heads_of.values()]
+        kept = dict.fromkeys([*first, *range(heads)])
+        changes["pattern"] = of_heads(declared.pattern, sorted([*kept][:heads]))
+    return changes

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from ...errors import SpecError
+from ...formulas import dependencies
 from ...pattern import Pattern, causal, full
 from . import style
 
@@ -14,6 +16,8 @@ MAX_DRAWN = 512  # so that a cell is at least a pixel
 
 def mask_matrix(pattern: Pattern, n: int = 16, m: int | None = None, *, dark: bool = False) -> Any:
     """The pairs of a pattern, their number, the saving, and the number of layers that connect all positions."""
+    if pattern.differs_by_head:
+        raise SpecError(f"{pattern!r} is one pattern for each head; draw one of .patterns")
     m = n if m is None else m
     allowed = pattern.allowed(min(n, MAX_DRAWN), min(m, MAX_DRAWN))
     count = pattern.count(n, m)
@@ -30,11 +34,11 @@ def receptive_field(
 ) -> Any:
     """The inputs that reach one position, layer by layer, and the bound (keys per query + 1)^layer."""
     at = n - 1 if at is None else at
-    step = pattern.allowed(n) | torch.eye(n, dtype=torch.bool)
+    step = dependencies(pattern, n)
     reached = [torch.eye(n, dtype=torch.bool)[at]]
     for _ in range(layers):
         reached.append((reached[-1].float() @ step.float()) > 0)
-    keys = int(pattern.allowed(n).sum(1).max())
+    keys = int(dependencies(pattern, n, residual=False).sum(1).max())
     figure = style.canvas(7.0, 1.6 + 0.34 * (layers + 1), dark)
     title = f"inputs that reach position {at} through {_short(repr(pattern))}"
     ax = style.axes(figure, dark=dark, title=title, x="input position", y="layers below")

@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from ...errors import SpecError, nearest
-from ...pattern import Pattern, causal, every, window
+from ...pattern import Pattern, causal, every, per_head, window
 from ...position import learned, rope, sinusoidal
 from ...schedule import warmup_cosine
 from ...spec import (
@@ -318,6 +318,8 @@ def recipe(name: str, **parameters: Any) -> Recipe:
     for key, given in parameters.items():
         if isinstance(given, os.PathLike):
             parameters[key] = given = os.fspath(given)  # a recipe is stored as JSON
+        if known[key].annotation is Pattern and isinstance(given, list | tuple):
+            parameters[key] = given = per_head(given)
         _require_type(name, key, given, known[key])
         if key in ("steps", "rows", "tokens", "rate") and not 0 < given < inf:
             raise SpecError(f"recipe {name!r}: {key}={given}; it needs to be more than 0 and finite")
