@@ -68,14 +68,16 @@ def from_plain(data: Any, kinds: Mapping[str, type], depth: int = 0) -> Any:
     except Exception:  # of a field whose type the class does not check itself
         _check_types(kind, values)
         raise
-    _check_types(kind, {field: getattr(built, field) for field in values})
+    _check_types(kind, values)
     return built
 
 
 def _read(kind: type, field: str, given: Any) -> Any:
     """A text becomes the value that it denotes where its class has a notation: `pattern: causal()` in a YAML file, or
     `pattern: [causal(), window(2)]`."""
-    from_text = getattr(_annotations(kind)[field], "from_text", None)
+    declared = _annotations(kind)[field]
+    readers = (getattr(each, "from_text", None) for each in (declared, *typing.get_args(declared)))
+    from_text = next(filter(None, readers), None)
     if from_text and isinstance(given, tuple):
         return tuple(from_text(x) if isinstance(x, str) else x for x in given)
     return from_text(given) if from_text and isinstance(given, str) else given

@@ -1,9 +1,10 @@
 """The declaration of one multi-head attention."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import RegardError, SpecError
 from ..pattern import Pattern, full, per_head
@@ -18,6 +19,11 @@ from .base import (
     require_positive_fields,
     require_probability,
 )
+
+if TYPE_CHECKING:
+    Patterns = Pattern  # what is read; a type checker wants per_head([…]) where a list is given
+else:
+    Patterns = Pattern | Sequence[Pattern]
 
 SCORES = ("dot", "bilinear", "additive", "position")
 BIASES = ("none", "output", "all")
@@ -56,7 +62,7 @@ class Attention(Spec):
     d_out: int | None = None  # None: d_model
     d_context: int | None = None  # width of the keys' and values' input; None: d_model
     d_values: int | None = None  # width of the values' input, if it is another tensor than the keys'
-    pattern: Pattern = full()  # or one for each head: per_head([…]), which a list becomes
+    pattern: Patterns = full()  # a list has one for each head, and becomes per_head([…])
     position: Position | None = None  # a position encoding that acts inside attention
     score: str = "dot"  # dot, bilinear, additive, or position (scores from the position encoding only)
     scale: Number | None = None  # None: 1/√d_k; inf is hard attention
