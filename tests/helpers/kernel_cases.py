@@ -192,6 +192,10 @@ SMALL = [
         row_at=(50, -3),
         dtype="float16",
     ),
+    Case(
+        "few queries without a plan", every(7) | every(11) | every(13) | every(17, 3), n=3, m=97, h=4, h_kv=2
+    ),
+    Case("one query without a plan", strided(7) | strided(11) | strided(13) | strided(17), n=1, m=61),
     Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
     Case("one pair", full(), n=1, m=1, one_key=True),
     # Query offsets, lengths
@@ -683,8 +687,11 @@ def errors(
 def branches(case: Case, configs: Any) -> list[str]:
     """Which branches of the kernels a case takes, forward and for dk and dv ("by keys")."""
     from regard.engine.cuda.schedule import device_passes
+    from regard.engine.plan import why_masked
 
     start, step = query_offset(case.pattern, case.n, case.m, case.at)
+    if why_masked(case.pattern, case.n, case.m, start, step):
+        return []
     out = []
     for direction, config in ("by rows", configs.forward), ("by keys", configs.dkv):
         by_keys = direction == "by keys"
