@@ -195,6 +195,8 @@ SMALL = [
     Case(
         "few queries without a plan", every(7) | every(11) | every(13) | every(17, 3), n=3, m=97, h=4, h_kv=2
     ),
+    Case("few queries, no key in the first progression", window(3) & prefix(5) | every(8), n=3, m=97),
+    Case("queries without keys, row positions", BOTH & window(9), n=13, m=61, b=3, row_at=(-20, 55, 90)),
     Case("one query without a plan", strided(7) | strided(11) | strided(13) | strided(17), n=1, m=61),
     Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
     Case("one pair", full(), n=1, m=1, one_key=True),
