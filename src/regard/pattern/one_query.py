@@ -50,11 +50,9 @@ def run_formulas(pattern: Pattern) -> tuple[str, ...] | None:
     ('(0) + ((0 - (0)) % 64 + 64) % 64', '64', 'minimum(m, p + 1)')
     """
     union = clauses(pattern)
-    if len(union) > MAX_RUNS or not all(isinstance(x, Word) for x in pattern.leaves()):
+    literals = (x.inner if isinstance(x, Not) else x for clause in union for x in clause)
+    if len(union) > MAX_RUNS or not all(isinstance(x, Word) for x in literals):
         return None
-    for clause in union:
-        if not all(isinstance(x.inner if isinstance(x, Not) else x, Word) for x in clause):
-            return None
     return tuple(text for clause in union for text in _run(_relation(clause)))
 
 
