@@ -198,6 +198,8 @@ SMALL = [
     Case("few queries, no key in the first progression", window(3) & prefix(5) | every(8), n=3, m=97),
     Case("few queries of residues of keys", every(4, 1) & strided(4) | sinks(2), n=5, m=97),
     Case("queries without keys, row positions", BOTH & window(9), n=13, m=61, b=3, row_at=(-20, 55, 90)),
+    Case("one query, a clause without keys", every(2) & every(4, 3) | window(2), n=1),
+    Case("few queries, a clause without keys", every(2) & every(4, 3) | window(2), n=3, m=53),
     Case("one query without a plan", strided(7) | strided(11) | strided(13) | strided(17), n=1, m=61),
     Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
     Case("one pair", full(), n=1, m=1, one_key=True),

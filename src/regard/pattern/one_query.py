@@ -70,6 +70,8 @@ def _relation(clause: Iterable[Pattern]) -> Relation:
 
 
 def _run(r: Relation) -> tuple[str, str, str]:
+    if r.empty:  # its bounds have 64 bits
+        return "0", "1", "minimum(m, 0)"
     starts, ends = ["0"], ["m"]
     if r.far < FAR:
         starts.append(f"p - {r.far}")

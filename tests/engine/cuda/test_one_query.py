@@ -68,6 +68,18 @@ def test_no_more_keys_are_read_than_the_clauses_need(pattern, visited):
     assert keys_visited(pattern, 32767, 32768) == visited
 
 
+def test_a_clause_that_contradicts_itself_has_no_keys_and_no_large_numbers():
+    for nothing in (
+        every(2) & every(4, 3),
+        rows(2) & rows(4, 1),
+        strided(3) & every(3) & rows(3, 1) & rows(3, 2),
+    ):
+        runs = progressions(nothing | sinks(3), 7, 40)
+        assert runs == [range(0), range(3)] and all(
+            abs(x) < 2**31 for run in runs for x in (run.start, run.stop)
+        )
+
+
 def test_neighbors_share_keys_where_residues_do_not_depend_on_the_position():
     share = [
         window(5),
