@@ -128,14 +128,15 @@ def test_gradients_of_fused_kernels_are_differentiated_in_chunks(backend, monkey
 
 def test_a_chunk_has_a_share_of_the_pairs(monkeypatch):
     def queries(holds_scores=False, pattern=PATTERN, **options):
-        call = rg.engine.attention.call_of(*(x.detach() for x in leaves()), pattern, at=4, **options)
+        options = {"at": 4} | options
+        call = rg.engine.attention.call_of(*(x.detach() for x in leaves()), pattern, **options)
         return query_chunks.queries_at_a_time(call, holds_scores)
 
     monkeypatch.setattr(query_chunks, "PAIRS", 24 * 18)
     monkeypatch.setattr(query_chunks, "SCORES", 24 * 8 * 7)
     monkeypatch.setattr(query_chunks, "MIN_QUERIES", 2)
     assert queries() == 18
-    assert queries(lengths=LENGTHS) == 9  # a mask for each batch row
+    assert queries(lengths=LENGTHS) == queries(at=torch.tensor([2, 4])) == 9  # a mask for each batch row
     assert queries(pattern=rg.documents(torch.arange(48).view(2, 24) // 6)) == 9
     assert queries(pattern=rg.documents(torch.arange(24) // 6)) == 18  # of all
     assert queries(bias=rg.ByDistance(TABLE.detach(), None)) == 4  # a bias for each head

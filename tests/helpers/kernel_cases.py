@@ -192,6 +192,15 @@ SMALL = [
         row_at=(50, -3),
         dtype="float16",
     ),
+    Case(
+        "few queries without a plan", every(7) | every(11) | every(13) | every(17, 3), n=3, m=97, h=4, h_kv=2
+    ),
+    Case("few queries, no key in the first progression", window(3) & prefix(5) | every(8), n=3, m=97),
+    Case("few queries of residues of keys", every(4, 1) & strided(4) | sinks(2), n=5, m=97),
+    Case("queries without keys, row positions", BOTH & window(9), n=13, m=61, b=3, row_at=(-20, 55, 90)),
+    Case("one query, a clause without keys", every(2) & every(4, 3) | window(2), n=1),
+    Case("few queries, a clause without keys", every(2) & every(4, 3) | window(2), n=3, m=53),
+    Case("one query without a plan", strided(7) | strided(11) | strided(13) | strided(17), n=1, m=61),
     Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
     Case("one pair", full(), n=1, m=1, one_key=True),
     # Query offsets, lengths
@@ -312,7 +321,7 @@ PREPARED = (
     "values narrower",
     "short, heads behind positions",
     "one query, row positions",
-    "tiles of queries, row positions, pieces",
+    "tiles of queries, row positions",
     "left padding",
 )  # run as prepared calls too; on a GPU every case is
 
@@ -606,22 +615,27 @@ def repeatable(case: Case, device: str, configs: Any) -> bool:
 
 
 def repeatable_by_rows(case: Case, device: str, configs: Any) -> bool:
-    """The same with lengths and offsets by batch row, in whole numbers of either size, without gradients."""
+    """The same with lengths and offsets by batch row, in whole numbers of either size. Gradients under
+    create_graph=True are those of the formula."""
     from regard.engine.cuda import host
     from regard.engine.cuda.call import task
 
-    q, k, v = (in_memory_order(x, case.order) for x in tensors(case, device)[:3])
+    q, k, v, do, _ = tensors(case, device)
+    inputs = [in_memory_order(x, case.order).requires_grad_() for x in (q, k, v)]
+    saved, given = [x.detach() for x in inputs], row_extras(case, device)
     made = task(q, v, options(case), configs=configs)
-    prepared, (expected, _) = (
-        host.PreparedAttention(made, False),
-        host.forward(q, k, v, made, row_extras(case, device)),
-    )
+    o, lse = host.forward(*saved, made, given)
+    gradients = host.backward((*saved, o, lse), (do, None), made, given)[:3]
+    prepared, learns = (host.PreparedAttention(made, x) for x in (False, True))
     for dtype in (torch.int64, torch.int32, torch.int64):
-        extras = row_extras(case, device)
-        rows = [*(None if x is None else x.to(dtype) for x in (extras.lengths, extras.at)), extras.sink]
-        if not all(torch.equal(expected, prepared(q, k, v, *rows)) for _ in range(2)):
+        rows = [*(None if x is None else x.to(dtype) for x in (given.lengths, given.at)), given.sink]
+        if not all(torch.equal(o, prepared(*saved, *rows)) for _ in range(2)):
             return False
-    return True
+        found = torch.autograd.grad(learns(*inputs, *rows), inputs, do)
+        if not all(map(torch.equal, gradients, found)):
+            return False
+    graphed = torch.autograd.grad(learns(*inputs, *rows), inputs, do, create_graph=True)
+    return all(float((x - y).abs().max()) <= 0.05 * float(y.abs().max()) for x, y in zip(graphed, gradients))
 
 
 def replayable(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -683,8 +697,11 @@ def errors(
 def branches(case: Case, configs: Any) -> list[str]:
     """Which branches of the kernels a case takes, forward and for dk and dv ("by keys")."""
     from regard.engine.cuda.schedule import device_passes
+    from regard.engine.plan import why_masked
 
     start, step = query_offset(case.pattern, case.n, case.m, case.at)
+    if why_masked(case.pattern, case.n, case.m, start, step):
+        return []
     out = []
     for direction, config in ("by rows", configs.forward), ("by keys", configs.dkv):
         by_keys = direction == "by keys"

@@ -141,8 +141,7 @@ class _ByQueries(torch.autograd.Function):
     def backward(ctx, *grads):
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            job = ctx.job._replace(run=ctx.job.formula)
-            results = _Gradients.apply(job, *grads, *tensors)
+            results = _Gradients.apply(ctx.job._replace(run=ctx.job.formula), *grads, *tensors)
         else:
             results = _gradients(ctx.job, tensors, grads, needed)
         return None, *_padded(results, needed)

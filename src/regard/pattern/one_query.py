@@ -50,11 +50,9 @@ def run_formulas(pattern: Pattern) -> tuple[str, ...] | None:
     ('(0) + ((0 - (0)) % 64 + 64) % 64', '64', 'minimum(m, p + 1)')
     """
     union = clauses(pattern)
-    if len(union) > MAX_RUNS or not all(isinstance(x, Word) for x in pattern.leaves()):
+    literals = (x.inner if isinstance(x, Not) else x for clause in union for x in clause)
+    if len(union) > MAX_RUNS or not all(isinstance(x, Word) for x in literals):
         return None
-    for clause in union:
-        if not all(isinstance(x.inner if isinstance(x, Not) else x, Word) for x in clause):
-            return None
     return tuple(text for clause in union for text in _run(_relation(clause)))
 
 
@@ -72,6 +70,8 @@ def _relation(clause: Iterable[Pattern]) -> Relation:
 
 
 def _run(r: Relation) -> tuple[str, str, str]:
+    if r.empty:  # its bounds have 64 bits
+        return "0", "1", "minimum(m, 0)"
     starts, ends = ["0"], ["m"]
     if r.far < FAR:
         starts.append(f"p - {r.far}")

@@ -467,8 +467,24 @@ def test_counters_and_what_no_tile_writes_begin_with_zeros(monkeypatch, pattern,
     assert program.make.func is (torch.zeros if on_hopper in zeros else torch.empty)
 
 
+@pytest.mark.parametrize("nth", [0, 3, 4])
+def test_offsets_within_a_group_have_64_bits_where_heads_are_far_apart(nth):
+    """Queries, outputs and their gradients may be parts of larger tensors."""
+    from regard.engine.cuda import few_queries
+    from regard.engine.cuda.call import CallLayout, Task, contiguous, default
+
+    task = Task(causal(), 0, 1, 0.1, 0.0, None, default(128, 128, torch.bfloat16))
+    like = contiguous(1, 4, 7, 128)
+    apart = like._replace(stride=(1 << 32, 1 << 30, 128, 1))
+    for far, wide in ((like, False), (apart, True)):
+        tensors = [like, *[contiguous(1, 1, 7, 128)] * 2, like, like]
+        tensors[nth] = far
+        call = CallLayout(task, tuple(tensors), torch.bfloat16, torch.device("cpu"), per_row=True)
+        assert few_queries._is_wide(call) == wide
+
+
 @pytest.mark.parametrize("n, group, wide", [(1 << 17, 64, False), (1 << 18, 64, True), (1 << 18, 8, False)])
-@pytest.mark.parametrize("order", ["heads first", "positions first"])
+@pytest.mark.parametrize("order", ["heads first", "positions first", "one for all heads"])
 def test_offsets_within_a_group_of_heads_have_64_bits_where_32_are_too_few(n, group, wide, order):
     """Queries with an offset in each batch row are any number; a tile has them of all heads of a group."""
     from regard.engine.cuda import few_queries
@@ -478,6 +494,8 @@ def test_offsets_within_a_group_of_heads_have_64_bits_where_32_are_too_few(n, gr
     q, k = contiguous(1, group, n, 128), contiguous(1, 1, n, 128)
     if order == "positions first":
         q = q._replace(stride=(q.stride[0], 128, group * 128, 1))
+    if order == "one for all heads":  # then the output is longer
+        q = q._replace(stride=(q.stride[0], 0, 128, 1))
     call = CallLayout(task, (q, k, k, q, q), torch.bfloat16, torch.device("cpu"), per_row=True)
     config, queries = few_queries._tile(call, stages=2)
     assert wide == few_queries._static(call, config, queries).WIDE

@@ -96,14 +96,15 @@ def test_a_launch_is_not_reused_for_fewer_keys_than_queries():
 
 @needs_triton
 def test_a_launch_with_offsets_of_32_bits_is_not_reused_where_64_are_needed():
-    def of_rows(stride):
-        shape, strides = (2, 2, 284, 16), (32, 16, stride, 1)
+    def of_rows(stride, of_batch=32):
+        shape, strides = (2, 2, 284, 16), (of_batch, 16, stride, 1)
         q, _, v = heads(284, device="meta")
         return q, torch.empty_strided(shape, strides, dtype=torch.float16, device="meta"), v
 
     most = 2**31 // 284 // 16 * 16
     assert numbers(heads(284, device="meta"), of_rows(most)) is not None
     assert numbers(heads(284, device="meta"), of_rows(most + 16)) is None
+    assert numbers(heads(284, device="meta"), of_rows(16, 2**31)) is None
     assert numbers(of_rows(most + 16), heads(284, device="meta")) is None
 
 

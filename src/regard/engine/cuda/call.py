@@ -337,7 +337,7 @@ def one_launch_config(call: CallLayout) -> Config | None:
     """The configuration of the one-launch backward; None if there is none, or if the call is too long or too wide, or
     has extras or documents."""
     b, h, _, _, _, d_k, d_v = call.sizes
-    if isinstance(call.task.pattern, Packed):
+    if call.per_row or isinstance(call.task.pattern, Packed):
         return None
     short = one_launch(call.place, b * h, max(d_k, d_v), call.dtype) and not exceeds_int32(*call.tensors)
     return call.configs.one_launch if short and call.task.plain and not call.lengths else None

@@ -21,7 +21,7 @@ from .launches import (
     score_factors,
 )
 from .mask import runs
-from .prepared import Arguments, Backward, Launch, Program
+from .prepared import Backward, Launch, Program
 from .schedule import ITEM
 from .triton.few_queries import decode_kernel, few_dkv_kernel, few_dq_kernel
 from .triton.forward import Static, static
@@ -94,7 +94,6 @@ def backward(call: CallLayout) -> Backward:
     heads, workspace = b * h_kv, {"lse2": b * h * n, "delta": b * h * n}
     numbers = h_kv, heads, n, m, task.start, task.step, task.scale, *score_factors(call)[:2]
     q, k, v, o, do = call.tensors
-    launches: list[tuple[Launch, Arguments]] = []
     config, queries = _tile(call, stages=2)
     names = "q", "k", "v", "o", "do", "lse", "dlse", "lse2", "delta", "dq", "lengths", "at"
     strides = (x for layout in (q, k, v, o, do) for x in layout.strides)
@@ -102,7 +101,7 @@ def backward(call: CallLayout) -> Backward:
         few_dq_kernel, heads * -(-n // queries), config, *strides, *numbers,
         S=_static(call, config, queries)._replace(HAS_DLSE=call.has_dlse),
     )  # fmt: skip
-    launches.append((launch, names))
+    launches: Launches = [(launch, names)]
     config, queries = _tile(call, stages=2, by_keys=True)
     strides = (x for layout in (q, k, v, do) for x in layout.strides)
     launch = Launch(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ... import compat
+from ..plan import why_masked
 from .call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, one_launch_config, padded
 from .mask import compiled
 from .prepared import Arguments, Backward, Launch, Program
@@ -77,11 +78,13 @@ def merge_parts(
 
 def backward(call: CallLayout) -> Backward:
     """Fills dq, dk and dv; for the gradient of a bias also sums of ds (see `bias_gradients`)."""
-    if call.per_row:
+    if (one_launch := one_launch_backward(call)) is not None:
+        return one_launch
+    if call.per_row or (call.has_few_queries and why_masked(*call.place)):
         from . import few_queries
 
         return few_queries.backward(call)
-    return one_launch_backward(call) or hopper_backward(call) or general_backward(call)
+    return hopper_backward(call) or general_backward(call)
 
 
 # The general kernels
@@ -163,8 +166,7 @@ def _gradients_launch(
 
 def one_launch_backward(call: CallLayout) -> Backward | None:
     """Fills dq, dk and dv in one launch, if the call is short enough."""
-    config = one_launch_config(call)
-    if config is None:
+    if (config := one_launch_config(call)) is None:
         return None
     (b, h, h_kv, *_), outs = call.sizes, tuple(x.like() for x in call.tensors[:3])
     lists, for_keys = one_launch_tables(call.place, (config.tile, config.block), call.device)
