@@ -209,6 +209,86 @@ def test_a_decoder_with_more_keys_at_each_step_prepares_few_calls(n, contiguous,
 
 
 @THEIRS
+def test_a_launch_that_is_reused_for_more_keys_can_be_captured():
+    g = torch.Generator().manual_seed(0)
+    shapes = (2, 8, 3, 64), (2, 2, 4000, 64), (2, 2, 4000, 64)
+    q, k, v = (torch.randn(s, generator=g).to("cuda", torch.bfloat16) for s in shapes)
+    pattern = causal() & (window(700) | every(64))
+    attend = lambda m: rg.attention(q, k[:, :, :m], v[:, :, :m], pattern)  # noqa: E731
+    for _ in range(2):
+        attend(2000)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attend(2001)
+    v.mul_(0.5)
+    graph.replay()
+    assert o.any() and torch.equal(o, attend(2001))
+
+
+@THEIRS
+@pytest.mark.parametrize("kind", ["few queries", "one query in pieces", "Hopper", "table"])
+def test_the_default_dtype_changes_no_bit(kind):
+    """Workspaces and sums have 32 bits where a model is made under torch.set_default_dtype(torch.bfloat16)."""
+    from regard.engine.cuda import prepared
+
+    n = {"few queries": 5, "one query in pieces": 1}.get(kind, 700)
+    g = torch.Generator().manual_seed(n)
+    shapes = (2, 8, n, 64), (2, 8, max(n, 4000 // n), 64), (2, 8, max(n, 4000 // n), 64)
+    q, k, v = (torch.randn(s, generator=g).to("cuda", torch.bfloat16).requires_grad_() for s in shapes)
+    bias = ByDistance(table=torch.randn(8, 41, generator=g).cuda()) if kind == "table" else None
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        PREPARED.clear()
+        prepared.PREPARED.clear()
+        torch.set_default_dtype(dtype)
+        try:
+            for _ in range(2):  # through Triton, then by addresses
+                o = rg.attention(q, k, v, SPARSE, bias=bias, backend="triton")
+                found.append([o.detach(), *torch.autograd.grad(o, [q, k, v], torch.ones_like(o))])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))
+
+
+NO_PLAN = every(7) | every(11) | every(13) | every(17)
+CONTRADICTION = every(2) & every(4, 3) | window(2)
+
+
+@THEIRS
+@pytest.mark.parametrize(
+    ("pattern", "n", "m"),
+    [(NO_PLAN, 48, 32768), (CONTRADICTION, 1, 3000), (CONTRADICTION, 3, 3000)],
+    ids=["no plan", "contradiction, one query", "contradiction"],
+)
+def test_few_queries_of_unusual_patterns_have_the_gradients_of_the_formula(pattern, n, m):
+    g = torch.Generator().manual_seed(n)
+    shapes = (1, 2, n, 64), (1, 2, m, 64), (1, 2, m, 64)
+    inputs = [torch.randn(s, generator=g).to("cuda", torch.bfloat16).requires_grad_() for s in shapes]
+    o, formula = (rg.attention(*inputs, pattern, backend=name) for name in ("triton", "reference"))
+    assert close([o], [formula]) and close(gradients(o, inputs), gradients(formula, inputs))
+
+
+@THEIRS
+@pytest.mark.parametrize(("b", "n"), [(0, 1), (2, 0)])
+def test_a_call_without_batch_rows_or_queries_is_empty_each_time(b, n):
+    q, k, v = (torch.randn(b, 2, x, 64, device="cuda", dtype=torch.bfloat16) for x in (n, 99, 99))
+    for _ in range(2):
+        assert rg.attention(q, k, v, SPARSE, backend="triton").shape == (b, 2, n, 64)
+
+
+@THEIRS
+@pytest.mark.long
+def test_offsets_of_queries_beyond_2_to_the_31_are_those_of_their_rows():
+    """8 GiB for q and o: 2^18 queries of 64 heads that share one key head."""
+    n, pattern = 1 << 18, causal() & window(64)
+    q, k = (torch.randn(1, h, n, 128, device="cuda", dtype=torch.bfloat16) for h in (64, 1))
+    at = torch.zeros(1, dtype=torch.int64, device="cuda")
+    o = rg.attention(q, k, k, pattern, at=at, backend="triton")
+    last = rg.attention(q[:, :, -64:].contiguous(), k, k, pattern, at=at + n - 64, backend="triton")
+    assert close([o[:, :, -64:]], [last])
+
+
+@THEIRS
 def test_what_no_kernel_runs_holds_the_pairs_of_a_chunk(monkeypatch):
     """Of 8192 × 8192 pairs of two heads, less than a quarter; the results are those of one chunk."""
     n, table = 8192, 8192**2 * 2
