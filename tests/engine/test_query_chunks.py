@@ -164,15 +164,15 @@ def test_long_calls_are_cut_to_67_million_pairs_or_16_queries():
     assert (queries(1 << 24, False), queries(1 << 24, True)) == (16, 16)
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa", "auto"])
-@pytest.mark.parametrize("name", ["float64", "lengths", "hard"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "tiles", "auto"])
+@pytest.mark.parametrize("name", ["float64", "lengths", "hard", "at"])
 def test_no_batch_rows_and_no_heads_give_empty_results(backend, name):
     for b, h in ((0, 2), (2, 0), (0, 0)):
         inputs = [torch.zeros(b, h, n, 4, **F64, requires_grad=True) for n in (3, 5, 5)]
-        lengths = {"lengths": torch.zeros(b, dtype=torch.long)} if name == "lengths" else {}
-        if (backend, name) == ("sdpa", "hard"):
-            continue  # it refuses this
-        o = rg.attention(*inputs, PATTERN, backend=backend, scale=inf if name == "hard" else None, **lengths)
+        rows = {name: torch.zeros(b, dtype=torch.long)} if name in ("lengths", "at") else {}
+        if backend in ("sdpa", "tiles") and name == "hard":
+            continue  # they refuse this
+        o = rg.attention(*inputs, PATTERN, backend=backend, scale=inf if name == "hard" else None, **rows)
         assert o.shape == (b, h, 3, 4)
         for create_graph in (False, True):
             options = {"create_graph": create_graph, "retain_graph": True, "allow_unused": True}

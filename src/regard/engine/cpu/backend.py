@@ -241,7 +241,7 @@ def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
     if f.pattern.has_data:
         return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
     if isinstance(at, Tensor):
-        return tuple(layout(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
+        return tuple(layout(f.pattern, f.n, f.m, start, 1) for start in at.tolist() or [0])
     return (layout(*f.place),)
 
 
