@@ -5,10 +5,12 @@ from math import inf, nan
 import jaxtyping
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 import regard as rg
-from regard.engine.attention import attention, weights
+from regard.engine.attention import attention, call_of, weights
+from regard.engine.merge import by_heads
 from regard.errors import BackendError, ShapeError, SpecError
 from regard.pattern import parse_pattern
 
@@ -117,6 +119,26 @@ def test_each_head_has_its_pattern(given):
     do = randn(*o.shape, seed=5)
     found, right = (torch.autograd.grad((x * do).sum(), (q, k, v)) for x in (o, expected[0]))
     assert_close(found, right)
+
+
+def test_the_numbers_of_heads_stay_on_the_host():
+    """A tensor of them would be copied to the GPU by each call, and a CUDA graph could not capture it."""
+
+    class NoTensorOfNumbers(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            assert func is not torch.tensor, args
+            return func(*args, **(kwargs or {}))
+
+    def keys_and_queries(part):
+        return part.q + part.k.repeat_interleave(part.q.shape[1] // part.k.shape[1], 1)[:, :, :N], part.q[
+            ..., 0
+        ]
+
+    q, k, v = inputs()
+    call = call_of(q, k, v, rg.per_head(HEADS), sink_logits=randn(H, seed=4), bias=randn(H, N, M, seed=7))
+    with NoTensorOfNumbers():
+        o, lse = by_heads(call, keys_and_queries)
+    assert torch.equal(o, q + k.repeat_interleave(2, 1)[:, :, :N]) and torch.equal(lse, q[..., 0])
 
 
 def test_bias_and_table_of_each_head_follow_their_heads():

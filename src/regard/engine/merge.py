@@ -85,11 +85,11 @@ def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
 
 
 def _heads(x: Tensor, heads: list[int], axis: int) -> Tensor:
-    """These heads: a view where they are evenly spaced."""
+    """These heads: a view if they are evenly spaced. Their numbers stay on the host: a CUDA graph can capture it."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     if step > 0 and heads == list(range(heads[0], heads[-1] + 1, step)):
         return x[(slice(None),) * axis + (slice(heads[0], heads[-1] + 1, step),)]
-    return x.index_select(axis, torch.tensor(heads, device=x.device))
+    return torch.stack(list(map(x.unbind(axis).__getitem__, heads)), axis)
 
 
 def _broadcast_heads(x: Tensor | None, heads: list[int]) -> Tensor | None:

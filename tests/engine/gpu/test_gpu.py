@@ -226,6 +226,22 @@ def test_a_launch_that_is_reused_for_more_keys_can_be_captured():
 
 
 @THEIRS
+def test_a_pattern_for_each_head_can_be_captured():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 700, 64, generator=g).to("cuda", torch.bfloat16) for h in (4, 2, 2))
+    pattern = rg.per_head([causal(), SPARSE, SPARSE, causal()])
+    attend = lambda: rg.attention(q, k, v, pattern)  # noqa: E731
+    for _ in range(2):
+        attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attend()
+    v.mul_(0.5)
+    graph.replay()
+    assert o.any() and torch.equal(o, attend())
+
+
+@THEIRS
 @pytest.mark.parametrize("kind", ["few queries", "one query in pieces", "Hopper", "table"])
 def test_the_default_dtype_changes_no_bit(kind):
     """Workspaces and sums have 32 bits where a model is made under torch.set_default_dtype(torch.bfloat16)."""
