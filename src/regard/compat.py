@@ -181,6 +181,9 @@ sdpa: Any = _sdpa if isbuiltin(_sdpa) else torch.ops.aten.scaled_dot_product_att
 
 # Whether the fused kernels compare the batch of a mask with 1, which fails where data decide its size. 2.13 does not.
 _compares_batch = torch.__version__ < "2.13"
+# Whether FlexAttention on the CPU refuses q, k and v in one buffer, such as parts of one projection in a compiled
+# model. 2.13 does not.
+flex_needs_own_buffers = torch.__version__ < "2.13"
 
 
 def needs_formula(mask: Tensor | None) -> bool:
