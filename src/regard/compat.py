@@ -179,11 +179,9 @@ flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 sdpa: Any = _sdpa if isbuiltin(_sdpa) else torch.ops.aten.scaled_dot_product_attention.default
 
-# Whether the fused kernels compare the batch of a mask with 1, which fails where data decide its size. 2.13 does not.
-_compares_batch = torch.__version__ < "2.13"
-# Whether FlexAttention on the CPU refuses q, k and v in one buffer, such as parts of one projection in a compiled
-# model. 2.13 does not.
-flex_needs_own_buffers = torch.__version__ < "2.13"
+# Before 2.13, the fused kernels compare the batch of a mask with 1, which fails where data decide its size, and
+# FlexAttention on the CPU refuses q, k and v in one buffer, such as parts of one projection in a compiled model.
+_compares_batch = flex_needs_own_buffers = torch.__version__ < "2.13"
 
 
 def needs_formula(mask: Tensor | None) -> bool:

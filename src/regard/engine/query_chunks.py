@@ -189,7 +189,8 @@ def _second_gradients(job: Job, inputs: Tensors, of_gradients: Tensors, create_g
         with torch.enable_grad():
             chunk, own = _chunk(call, rows), _of_queries(grads, rows)
             if create_graph:
-                chunk, leaves, own = *_aliased(chunk), tuple(map(alias, own))
+                tensors, own = tuple(map(alias, _tensors(chunk))), tuple(map(alias, own))
+                chunk, leaves = _with_tensors(chunk, tensors), tensors[:LEARNED]
             else:
                 chunk, leaves = _detached(chunk, [True] * LEARNED)
                 own = tuple(None if x is None else x.detach().requires_grad_() for x in own)
@@ -205,12 +206,6 @@ def _detached(call: Call, needed: Sequence[bool]) -> tuple[Call, Tensors]:
     first = zip(tensors[:LEARNED], needed)
     leaves = tuple(x.requires_grad_() if need and x is not None else None for x, need in first)
     return _with_tensors(call, tensors), leaves
-
-
-def _aliased(call: Call) -> tuple[Call, Tensors]:
-    """The call with an alias of each tensor, and the first of these."""
-    tensors = tuple(map(alias, _tensors(call)))
-    return _with_tensors(call, tensors), tensors[:LEARNED]
 
 
 def alias(x: Tensor | None) -> Tensor | None:
