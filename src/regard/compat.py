@@ -171,9 +171,7 @@ if _fused:
 else:
     flash_forward, flash_backward = _flash_by_products, _flash_backward_by_products
 # The forward operation without the dispatcher's Python, which takes a tenth of a short call.
-flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
-    getattr(torch, FLASH, flash_forward) if _fused else flash_forward
-)
+flash_forward_direct: Any = getattr(torch, FLASH, flash_forward) if _fused else flash_forward
 
 # PyTorch's own function. Where a program has put another in its place, which may call regard, the operator itself.
 _sdpa = torch.nn.functional.scaled_dot_product_attention
