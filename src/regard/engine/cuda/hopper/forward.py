@@ -36,7 +36,6 @@ from .static import (
     scores_of,
     unpaired,
     visible,
-    wait_copies,
     wait_for,
     wait_previous,
     weights_ptx,
@@ -45,6 +44,14 @@ from .static import (
 
 async_copy, warpgroup_mma = hopper.async_copy, hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
+
+
+@gluon.jit
+def wait_copies(in_flight: gl.constexpr):
+    """Waits until the copies of all threads have ended, but for the last `in_flight` groups."""
+    async_copy.wait_group(in_flight)
+    barrier()
+    hopper.fence_async_shared()  # products read by another proxy; Triton 3.9 inserts this, 3.6 does not
 
 
 @gluon.jit

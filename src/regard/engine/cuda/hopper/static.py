@@ -157,15 +157,6 @@ def word(words, at: gl.constexpr):
 
 
 @gluon.jit
-def wait_copies(in_flight: gl.constexpr):
-    """Waits until the copies of all threads have ended, but for the last `in_flight` groups. A product reads by
-    another proxy than copies write: Triton 3.9 has a fence between them of its own, 3.6 has none."""
-    copies.wait_group(in_flight)
-    barrier()
-    hopper.fence_async_shared()
-
-
-@gluon.jit
 def scores_of(a, b, zero, S: gl.constexpr):
     """a · bᵀ, over the width of a head without most of the zeros behind it."""
     if 4 * S.d > 3 * S.D:
