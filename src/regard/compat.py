@@ -179,8 +179,8 @@ flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 sdpa: Any = _sdpa if isbuiltin(_sdpa) else torch.ops.aten.scaled_dot_product_attention.default
 
-# Whether the fused kernels compare the batch of a mask with 1, which fails where data decide its size. 2.13 does not.
-_compares_batch = torch.__version__ < "2.13"
+# Before 2.13: fused kernels compare a mask's batch, which data may decide, with 1; flex on a CPU needs q, k, v apart.
+_compares_batch = flex_needs_own_buffers = torch.__version__ < "2.13"
 
 
 def needs_formula(mask: Tensor | None) -> bool:

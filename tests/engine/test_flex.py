@@ -2,6 +2,7 @@
 
 import inspect
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -279,6 +280,25 @@ def test_flex_on_the_cpu_reads_ids_and_lengths_that_are_columns_of_a_table(b):
         attention(q, q, q, pattern, lengths=rows, backend=name) for name in ("flex", "reference")
     )
     assert torch.allclose(got, expected, atol=0.03)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("parts", [(0, 0, 0), (0, 1, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "outer", [lambda f: f, partial(torch.compile, dynamic=False)], ids=["eager", "compiled"]
+)
+def test_flex_on_the_cpu_takes_q_k_and_v_that_share_memory(outer, parts):
+    rows = torch.randn(3, 1, 2, 7, 16, generator=torch.Generator().manual_seed(0))
+    pattern = where(torch.ge)
+
+    def run(rows, backend):
+        rows = rows.unbind()
+        q, k, v = (rows[i] for i in parts)
+        return attention(q, k, v, pattern, backend=backend)
+
+    with torch.no_grad():
+        got, expected = outer(run)(rows, "flex"), run(rows, "reference")
+    assert torch.allclose(got, expected, atol=1e-6)
 
 
 def test_what_pytorch_does_not_compile_is_an_error_that_names_the_backend(monkeypatch):

@@ -80,6 +80,8 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
 
     missing = (max(MIN_HEAD_DIM - x.shape[-1], 0) for x in (call.q, call.k, call.v))
     q, k, v = (F.pad(x, (0, d)) if d else x for x, d in zip((call.q, call.k, call.v), missing))
+    if q.is_cpu and compat.flex_needs_own_buffers:  # Inductor removes plain copies, not these
+        k, v = (F.pad(x, (0, 8))[..., :-8] for x in (k, v))
     options: dict[str, Any] = {"scale": call.factor, "enable_gqa": call.grouped}
     if call.softcap is not None:
         options["score_mod"] = _capped(call.softcap)
