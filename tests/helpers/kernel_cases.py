@@ -424,8 +424,8 @@ def _every_dtype() -> Iterator[Case]:
         yield from (case for case in every_one if case.name not in run)
 
 
-# Of a small case on a GPU, and on a CPU if the first is not exact enough: in plain PyTorch an output of few numbers may
-# be exact by chance, which differs between processors.
+# Of a small case on a GPU, and on a CPU if the first is not exact enough: in plain PyTorch an output of few numbers
+# may be exact by chance, which differs between processors.
 DRAWS = 8
 IN_FLOAT32 = ("window | every", "grouped heads", "lengths", "split rows that go on", "table", "dropout")
 ON_GPU, EVERY_DTYPE = list(_on_gpu()), list(_every_dtype())
