@@ -228,7 +228,7 @@ def other_results(tmp_path_factory):
 def assert_compiled(result, name, segments=1):
     assert result["kernel"] == name
     assert result["segments"] == segments
-    assert result["bytes"] > 1000 and result["products"] > 0
+    assert result["bytes"] > 1000 and result["products"] > 0 and result["fenced"]
     assert 0 < result["shared"] <= SHARED
 
 
@@ -291,7 +291,6 @@ def test_hopper_kernels_compile_for_documents_of_each_batch_row(other_results, a
 @pytest.mark.parametrize(("at", "name"), [(9, "hopper_forward"), (10, "hopper_dq"), (11, "hopper_dkv")])
 def test_hopper_kernels_compile_for_heads_of_256(other_results, at, name):
     assert_compiled(other_results[at], name)
-    assert other_results[at]["fenced"]
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from .forward import (
     store_part,
     store_rows,
     tile_rows,
+    wait_copies,
     warpgroup_mma,
     warpgroup_mma_wait,
     written_rows,
@@ -133,8 +134,7 @@ def _visit_keys(state, t, last, tile, here, other, inputs, S: gl.constexpr):
     c = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
     PART, SLOTS, MASKS, bh, all_heads = parts
-    async_copy.wait_group(0)
-    barrier()
+    wait_copies(0)
     words, next_words = read_words(ring, t), read_words(ring, gl.minimum(t + 1, last))
     counter, joins, counts = chain_of(words, S)
     next_row, marks_1 = block_row(next_words, S)
@@ -321,8 +321,7 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, inputs, S: gl.constex
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S.SCORES)
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
-    async_copy.wait_group(0)
-    barrier()
+    wait_copies(0)
     words, next_words = read_words(ring, t), read_words(ring, gl.minimum(t + 1, last))
     counter, joins, counts = chain_of(words, S)
     next_row, marks_1 = block_row(next_words, S)

@@ -47,6 +47,14 @@ warpgroup_mma_wait = hopper.warpgroup_mma_wait
 
 
 @gluon.jit
+def wait_copies(in_flight: gl.constexpr):
+    """Waits until the copies of all threads have ended, but for the last `in_flight` groups."""
+    async_copy.wait_group(in_flight)
+    barrier()
+    hopper.fence_async_shared()  # products read by another proxy; Triton 3.9 inserts this, 3.6 does not
+
+
+@gluon.jit
 def block_row(words, S: gl.constexpr):
     """The words of a block: up to three segments, their end with the number of its mask, first row and step of its
     tile; and its marks. Loaded two blocks ahead, because a load waits behind the copies in flight."""
@@ -360,8 +368,7 @@ def hopper_forward(
     next_first, next_hop, _ = _tile(row_1, marks_1)
     row, marks_2 = block_row(load_words(BLOCKS, gl.minimum(lo + 2, last), S), S)
     block_1, bits = block_rows(row_1, c, MASKS, limits, S), bits_of(first_block[3], MASKS, marks, zero, S)
-    async_copy.wait_group(0)
-    barrier()
+    wait_copies(0)
     # Not before: all programs start at once and wait for memory, and the first product needs no values.
     copy_block(vs.index(0), V, first_block, v_m, c, limits, S)
     async_copy.commit_group()
@@ -381,17 +388,11 @@ def hopper_forward(
     at = 0
     pending = lo * 0 - 1 if S.CHAINED else 0
     for t in range(lo, last):
-        if VALUES == 1:
-            async_copy.wait_group(1)
-        else:
-            async_copy.wait_group(0)
-        barrier()
+        wait_copies(1 if VALUES == 1 else 0)
         pending, links = count_tile(PART_O, pending, S), chain_of(BLOCKS + t * WORDS, S)
         product_k = scores_of(qs, ks, zero, S)
         if VALUES == 1:
-            async_copy.wait_group(0)
-            hopper.fence_async_shared()  # the one before the product with keys did not wait for the values
-            barrier()
+            wait_copies(0)
         product_v = warpgroup_mma(unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
         block_2, bits = block_rows(row, c, MASKS, limits, S), bits_of(block_1[3], MASKS, marks_1, zero, S)
         row_3, marks_3 = block_row(load_words(BLOCKS, gl.minimum(t + 3, last), S), S)
@@ -427,8 +428,7 @@ def hopper_forward(
         next_first, next_hop, _ = _tile(row, marks_2)
         top, total, marks_1, marks_2, row, block_1 = top_1, total_1, marks_2, marks_3, row_3, block_2
         at = VALUES - 1 - at
-    async_copy.wait_group(0)
-    barrier()
+    wait_copies(0)
     count_tile(PART_O, pending, S)
     links = chain_of(BLOCKS + last * WORDS, S)
     acc = warpgroup_mma(unpaired(left, KIND, LEFT), vs.index(at), acc)
