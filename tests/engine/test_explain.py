@@ -210,6 +210,19 @@ def test_sizes_of_a_pattern_per_head_need_no_number_of_heads():
     assert explain(heads, n=20) == explain(heads, n=20, heads=3)
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_sizes_take_a_list_of_patterns_as_a_call_does(kind):
+    heads = kind([rg.causal(), rg.causal() & rg.window(3), rg.causal()])
+    found = explain(heads, 37)
+    assert found == explain(rg.per_head(heads), 37) and found.needed == sum(p.count(37) for p in heads)
+    assert explain(None, 37) == explain(rg.full(), 37)
+    assert facts_from(torch.ones(37, 37, dtype=torch.bool), 37).table and not facts_from(rg.full(), 37).table
+    with pytest.raises(rg.SpecError, match=r"^per_head: head 1 is of type str, not a pattern"):
+        explain([rg.causal(), "causal()"], 37)
+    with pytest.raises(rg.SpecError, match=r"^'causal\(\)' is not a pattern; use rg\.causal\(\)"):
+        explain("causal()", 37)
+
+
 def test_pairs_of_a_pattern_per_head_are_those_of_all_heads_and_of_batch_rows_that_data_tell_apart():
     packed = rg.causal() & rg.documents(torch.stack([torch.zeros(64), torch.arange(64) // 16]).long())
     found = explain(rg.per_head([packed, packed, rg.window(3)]), n=64, batch=2, backend="sdpa")

@@ -384,6 +384,23 @@ def test_data_are_compared_by_identity():
     assert causal() & p == causal() & p
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "per_head([causal()] * 4)",
+        "per_head(causal(), causal())",
+        "per_head(patterns=[causal()])",
+        "per_head()",
+        "[causal(), causal()]",
+    ],
+)
+def test_a_text_of_per_head_that_is_no_list_is_refused_with_the_form_it_needs(text):
+    with pytest.raises(FormatError) as refused:
+        grammar.parse_pattern(f"~{text}")
+    needed = "a pattern for each query head is written as one list, per_head([causal(), window(2)])"
+    assert str(refused.value) == f"{text}: {needed}"
+
+
 def test_data_print_their_sizes():
     assert repr(causal() & documents(IDS)) == "causal() & documents(<2×7 ids>)"
     assert repr(documents(IDS[0])) == "documents(<7 ids>)"

@@ -171,7 +171,7 @@ def _checked(
     (batch, heads)."""
     named = ("lengths", "bias", "sink_logits", "at", "scale")
     require_tensors(q=q, k=k, v=v, **{name: options.get(name) for name in named})
-    pattern, table = _pattern_and_table(pattern)
+    pattern, table = pattern_and_table(pattern)
     runs_sharded = isinstance(pattern, full) or (q.is_cuda and isinstance(pattern, causal))
     require_whole_sequences(q, k, v, runs_sharded and table is None)
     q, k, v = _autocast_inputs(q, k, v)
@@ -184,7 +184,7 @@ def _checked(
     return normalized(check(Call(q, k, v, pattern, table, **options))), front
 
 
-def _pattern_and_table(pattern: Pattern | Tensor | Sequence | None) -> tuple[Pattern, Tensor | None]:
+def pattern_and_table(pattern: Pattern | Tensor | Sequence | None) -> tuple[Pattern, Tensor | None]:
     """A pattern, or a bool tensor with True = may attend. A float mask is refused: 1 may mean either."""
     if pattern is None:
         return full(), None

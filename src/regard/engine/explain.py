@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import SpecError, nearest
 from ..pattern import Pattern, per_head
 from ..table import ShownAsTable
-from .attention import call_of
+from .attention import call_of, pattern_and_table
 from .backends import choose, named
 from .call import CallFacts, Prepared, facts_of, without_default_offset
 from .cpu.backend import GATHERED
@@ -97,20 +97,20 @@ def _explain(facts: CallFacts, backend: str) -> Explanation:
     return Explanation(*pairs, prepared.backend, prepared.variant, prepared.reason, _passes(facts, prepared))
 
 
-def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -> CallFacts:
+def facts_from(pattern: Any, n: int, m: int | None = None, **options: Any) -> CallFacts:
     """The facts of a call by its sizes."""
     names = [field.name for field in fields(CallFacts)][3:]
-    for name in options:
-        if name not in names:
-            raise SpecError(f"explain() has no argument {name!r}; {nearest(name, names)}")
+    if unknown := [name for name in options if name not in names]:
+        raise SpecError(f"explain() has no argument {unknown[0]!r}; {nearest(unknown[0], names)}")
+    pattern, table = pattern_and_table(pattern)
     if isinstance(pattern, per_head):
         options.setdefault("heads", len(pattern.patterns))
+    options["table"] = bool(options.get("table")) or table is not None
     options["lengths"] = bool(options.get("lengths") or options.get("left_padding"))
     options.setdefault("d_v", options.get("d_k", 64))
     options.setdefault("kv_heads", options.get("heads", 8))
     options.setdefault("bias_grad", bool(options.get("grad")) and options.get("bias", "none") != "none")
-    m = n if m is None else m
-    options["at"] = without_default_offset(options.get("at"), n, m)
+    options["at"] = without_default_offset(options.get("at"), n, m := n if m is None else m)
     return CallFacts(pattern, n, m, **options)
 
 

@@ -53,6 +53,9 @@ def _pattern(node: ast.expr, depth: int = 0) -> Pattern:
             return ~_pattern(inner, depth + 1)
         case ast.Call(ast.Name("per_head"), [ast.List(elements)], []):
             return per_head([_pattern(element, depth + 1) for element in elements])
+        case ast.List() | ast.Call(ast.Name("per_head")):
+            needed = "a pattern for each query head is written as one list, per_head([causal(), window(2)])"
+            raise FormatError(f"{ast.unparse(node)}: {needed}")
         case ast.Call(ast.Name("neighborhood"), arguments, keywords):
             try:
                 given = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
