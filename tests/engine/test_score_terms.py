@@ -187,7 +187,7 @@ def test_equal_patterns_are_one_launch():
     assert (
         "3 launches" not in text and "4 launches" in text
     )  # window(1): once alone in its group, once two of them
-    assert "heads 0, 2      causal()" in text
+    assert "heads 0, 2      causal()" in text and "\n  head 1          window(1)" in text
     found = rg.explain(rg.per_head(HEADS), n=64, heads=6, kv_heads=6)
     assert found.variant == "3 launches"
     assert found.needed == sum(pattern.count(64) for pattern in HEADS)

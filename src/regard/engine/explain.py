@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import SpecError, nearest
-from ..pattern import Pattern, per_head
+from ..pattern import Pattern
+from ..pattern.heads import numbered, per_head
 from ..table import ShownAsTable
 from .attention import call_of, pattern_and_table
 from .backends import choose, named
@@ -67,8 +68,7 @@ def explain(*arguments: Any, backend: str = "auto", **options: Any) -> Explanati
         facts = facts_of(call_of(*arguments, **options))
     else:
         facts = facts_from(*arguments, **options)
-    backend = named(backend)
-    return _explain_heads(facts, backend) if isinstance(facts.pattern, per_head) else _explain(facts, backend)
+    return (_explain_heads if facts.pattern.differs_by_head else _explain)(facts, named(backend))
 
 
 def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
@@ -77,9 +77,9 @@ def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
     for heads, part in facts.launches():
         launch = _explain(part, backend)
         launches.append((len(heads) * facts.data_rows // launch.rows, launch))
-        numbers = ", ".join(map(str, heads[:6])) + (", …" if len(heads) > 6 else "")
+        name = numbered(heads[:6]) + (", …" if len(heads) > 6 else "")
         how = f"{launch.backend}, {launch.variant}, {launch.waste:.2f} × needed"
-        lines += [f"heads {numbers:<10}{part.pattern!r}: {how}", *launch.passes]
+        lines += [f"{name:<16}{part.pattern!r}: {how}", *launch.passes]
     return Explanation(
         facts.pattern, facts.n, facts.m,
         needed=sum(count * launch.needed for count, launch in launches),
