@@ -369,9 +369,8 @@ def layers_to_connect(pattern: Pattern, n: int, residual: bool = True) -> int:
 
 def _one_layer(pattern: Pattern, n: int, residual: bool) -> Bool[Tensor, "n n"]:
     allowed = pattern.allowed(n)
-    allowed = (
-        allowed.any(0) if pattern.differs_by_head else allowed
-    )  # a layer connects what one of its heads does
+    if pattern.differs_by_head:  # a layer connects what one of its heads does
+        allowed = allowed.any(0)
     return allowed | torch.eye(n, dtype=torch.bool) if residual else allowed.clone()
 
 

@@ -110,7 +110,8 @@ def facts_from(pattern: Any, n: int, m: int | None = None, **options: Any) -> Ca
     options.setdefault("d_v", options.get("d_k", 64))
     options.setdefault("kv_heads", options.get("heads", 8))
     options.setdefault("bias_grad", bool(options.get("grad")) and options.get("bias", "none") != "none")
-    options["at"] = without_default_offset(options.get("at"), n, m := n if m is None else m)
+    m = n if m is None else m
+    options["at"] = without_default_offset(options.get("at"), n, m)
     return CallFacts(pattern, n, m, **options)
 
 

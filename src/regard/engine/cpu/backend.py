@@ -237,7 +237,7 @@ def _merged(f: CallFacts, layouts: tuple[Layout, ...] | None = None) -> Prepared
 
 
 def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
-    """Merged layouts: one for all batch rows, or one each. at: of the call."""
+    """Merged layouts: one for all batch rows, or one each (also without batch rows there is one). at: of the call."""
     if f.pattern.has_data:
         return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
     if isinstance(at, Tensor):
