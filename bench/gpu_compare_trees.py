@@ -1,11 +1,13 @@
 """Two source trees on one GPU, in alternating rounds: is any row of the H200 tables slower than before?
 
-    python3 bench/gpu_compare_trees.py OLD/src NEW/src [--rounds 5] [--group patterns dense table short growth data]
+    python3 bench/gpu_compare_trees.py OLD/src NEW/src [--rounds 5] [--group patterns dense table short growth data peers]
 
 Each tree runs in its own long-lived process, through `rg.attention` only. A row is set up in both processes, then
 measured in turn: `wall` is the time of one call by CUDA events, `busy` that of the same launches replayed as a CUDA
 graph, that is, without Python. Both are medians with the cache cleared before each call. A ratio above 1 means that
 the new tree is faster. Outputs and gradients are compared bit by bit.
+
+The group `peers` has the rows of gpu_peers.py (which needs a regard in PYTHONPATH), but for documents.
 
 First, many processes compile the rows in parallel and fill the caches on disk (--warm 0 skips this).
 """
@@ -20,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-HEADS = 16
 PATTERNS = (  # as in gpu_patterns.py
     ("window(128) | every(64)", 16384),
     ("window(256) | every(128)", 32768),
@@ -39,7 +40,7 @@ DENSITIES += [(32768, f"window(64) | every({k})") for k in (512, 256, 128, 64, 3
 
 
 def rows(groups: list[str]) -> list[dict]:
-    """What is measured: group, pattern, n, d, whether backward runs too."""
+    """What is measured: group, pattern, n, d, whether backward runs too, heads, batch."""
     both = (False, True)
     out = {
         "patterns": [(p, n, d, b) for d in (128, 64) for p, n in PATTERNS for b in both],
@@ -48,9 +49,22 @@ def rows(groups: list[str]) -> list[dict]:
         "short": [(p, n, 64, b) for n in (128, 256, 512, 1024, 2048) for p in SHORT for b in both],
         "growth": [(p, n, 64, b) for n, p in DENSITIES for b in both],
         "data": [("documents", 16384, d, b) for d in (128, 64) for b in both],
+        "peers": [(p, n, d, b, h, rows) for p, n, d, h, rows in _rows_of_peers(groups) for b in both],
     }  # fmt: skip
-    names = ("pattern", "n", "d", "backward")
-    return [{"group": group, **dict(zip(names, row))} for group in groups for row in out[group]]
+    names, usual = ("pattern", "n", "d", "backward", "heads", "batch"), (16, 1)
+    return [
+        {"group": group, **dict(zip(names, (*row, *usual[len(row) - 4 :])))}
+        for group in groups
+        for row in out[group]
+    ]
+
+
+def _rows_of_peers(groups: list[str]) -> list[tuple]:
+    if "peers" not in groups:
+        return []
+    from gpu_peers import ROWS
+
+    return [(repr(p), *sizes) for p, *sizes in ROWS if not hasattr(p, "ids") and "documents" not in repr(p)]
 
 
 # One tree, in a process of its own
@@ -67,14 +81,13 @@ class Row:
 
         self.torch = torch
         torch.manual_seed(0)
-        n, d, backward = row["n"], row["d"], row["backward"]
-        q, k, v, do = (
-            torch.randn(1, HEADS, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4)
-        )  # fmt: skip
+        n, d, backward, heads = row["n"], row["d"], row["backward"], row["heads"]
+        shape = row["batch"], heads, n, d
+        q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         inputs = [x.requires_grad_(backward) for x in (q, k, v)]
         more = {}
         if row["group"] == "table":
-            table = (0.5 * torch.randn(HEADS, 1025, device="cuda")).requires_grad_(backward)
+            table = (0.5 * torch.randn(heads, 1025, device="cuda")).requires_grad_(backward)
             more["bias"] = ByDistance(table)
             inputs.append(table)
         if row["group"] == "growth":
@@ -246,6 +259,8 @@ def as_line(row: dict) -> str:
     """One line of the table."""
     run = "both" if row["backward"] else "forward"
     line = f"{row['group']:9} {row['pattern']:38} n={row['n']:<6} d={row['d']:<4} {run:8}"
+    if (row["heads"], row["batch"]) != (16, 1):
+        line += f" {row['heads']} heads, batch {row['batch']}"
     for kind in ("wall", "busy"):
         if f"{kind}_ratio" in row:
             old, new = row[f"{kind}_old_ms"], row[f"{kind}_new_ms"]
@@ -262,7 +277,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm", type=int, default=14, help="processes that compile; 0: none")
     parser.add_argument("--seconds", type=int, default=420, help="stop after so many, with what there is")
-    groups = ["patterns", "dense", "table", "short", "growth", "data"]
+    groups = ["patterns", "dense", "table", "short", "growth", "data", "peers"]
     parser.add_argument("--group", nargs="+", choices=groups, default=groups[:5])
     options = parser.parse_args()
     if options.worker:

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from kernel_cases import OTHERS, PREPARED, REPEATED, SHORT, SMALL, complaints, outcomes
+from kernel_cases import ON_GPU, OTHERS, PREPARED, REPEATED, SHORT, SMALL, bias, complaints, outcomes, tensors
 from regard.engine.call import Extras, Options
 from regard.pattern import causal
 from triton_interpreter import needs_interpreter
@@ -41,6 +41,20 @@ def test_o_lse_and_gradients_of_the_other_cases_are_as_exact(other_results, name
 @pytest.mark.parametrize("name", REPEATED)
 def test_a_second_run_gives_the_same_bits(results, name):
     assert results[name]["same"]
+
+
+def test_the_tensors_of_a_case_do_not_depend_on_the_default_dtype():
+    """A second run has another one: its bits are compared with those of the first (see `again`)."""
+    steep = next(case for case in ON_GPU if case.steep)
+    learned = next(case for case in ON_GPU if case.reach and case.slopes and not case.lengths)
+    for case in (steep, learned):
+        before = [*tensors(case, "cpu"), *bias(case, "cpu", torch.float64).values()]
+        torch.set_default_dtype(torch.float16)
+        try:
+            after = [*tensors(case, "cpu"), *bias(case, "cpu", torch.float64).values()]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("name", PREPARED)
