@@ -1,6 +1,6 @@
 """Two source trees on one GPU, in alternating rounds: is any row of the H200 tables slower than before?
 
-    python3 bench/gpu_compare_trees.py OLD/src NEW/src [--rounds 5] [--group patterns dense table short growth data peers]
+    python3 bench/gpu_compare_trees.py OLD/src NEW/src [--rounds 5] [--group patterns dense table short growth data]
 
 Each tree runs in its own long-lived process, through `rg.attention` only. A row is set up in both processes, then
 measured in turn: `wall` is the time of one call by CUDA events, `busy` that of the same launches replayed as a CUDA

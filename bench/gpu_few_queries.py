@@ -8,12 +8,17 @@ Speculative decoding and chunked prefilling are like this. Peers: PyTorch's atte
 over batch rows with slices, dense; only where the pattern is causal). GPU time of a replayed graph where the call can
 be captured, else that of the call; medians of rounds in random order. Results are compared before they are timed.
 
+--drawn SEED: calls that nobody chose, from a seed: patterns, heads, widths, batches, lengths. One query also beside
+PyTorch's attention over only the keys that each row needs, copied together beforehand.
+
 --memory: the peak memory of calls that no kernel runs, at twice the length each time.
 """
 
 import argparse
 import json
+import random
 import time
+from statistics import geometric_mean
 from unittest import mock
 
 import torch
@@ -46,9 +51,38 @@ ROWS = [
 ]
 
 
-def row(name, b, n, m, grad, seed=0):
-    pattern, g = PATTERNS[name], torch.Generator("cuda").manual_seed(seed)
-    shapes = (b, 32, n, 128), (b, 8, m, 128), (b, 8, m, 128)
+def drawn(seed, count):
+    """Calls as `row` takes them."""
+    rng = random.Random(seed)
+    words = [
+        lambda: rg.window(rng.choice((31, 128, 400, 1023, 2500))),
+        lambda: rg.sinks(rng.choice((1, 4, 33))),
+        lambda: rg.every(rng.choice((7, 16, 64, 100))),
+        lambda: rg.strided(rng.choice((5, 32, 128))),
+        lambda: rg.dilated(rng.choice((8, 64)), rng.choice((4, 30))),
+        lambda: rg.prefix(rng.choice((100, 777))),
+        lambda: rg.blocks(rng.choice((100, 512))),
+    ]
+    calls = []
+    while len(calls) < count:
+        b, n, m = (
+            rng.choice((1, 2, 5, 8, 19, 32)),
+            rng.choice((1, 1, 1, 2, 4, 7, 16, 64, 300)),
+            rng.randint(700, 50_000),
+        )
+        h, h_kv = rng.choice(((32, 8), (32, 4), (16, 16), (24, 8), (8, 1)))
+        d, grad = rng.choice((64, 64, 80, 128, 128, 256)), n >= 16 and rng.random() < 0.4
+        union = rng.sample(words, rng.randint(1, 3))
+        pattern = rg.causal() & (union[0]() if len(union) == 1 else rg.window(50) | union[0]() | union[1]())
+        if b * h * n * m <= 1 << 29 and m >= 8 * n:  # the formula holds a number for each pair
+            calls.append((pattern, b, n, m, grad, (h, h_kv, d), len(calls)))
+    return calls
+
+
+def row(pattern, b, n, m, grad, heads=(32, 8, 128), seed=0):
+    h, h_kv, d = heads
+    g = torch.Generator("cuda").manual_seed(seed)
+    shapes = (b, h, n, d), (b, h_kv, m, d), (b, h_kv, m, d)
     q, k, v = (torch.randn(s, device="cuda", dtype=BF16, generator=g) for s in shapes)
     do = torch.randn_like(q)
     at = torch.randint(m // 2, m - n + 1, (b,), device="cuda", generator=g)
@@ -58,7 +92,15 @@ def row(name, b, n, m, grad, seed=0):
         "a mask made before": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
         "sdpa": lambda q, k, v: rg.attention(q, k, v, pattern, at=at, backend="sdpa"),
     }
-    if name == "causal" and not grad:
+    if n == 1:  # each row's keys first, then others, which are hidden
+        seen = mask.view(b, m)
+        order = seen.int().argsort(1, descending=True, stable=True)[:, : int(seen.sum(1).max())]
+        own = order[:, None, :, None].expand(b, h_kv, -1, d)
+        own_k, own_v, own_mask = k.gather(2, own), v.gather(2, own), seen.gather(1, order)[:, None, None]
+        own_mask = None if own_mask.all() else own_mask
+        copied = lambda q, k, v: F.scaled_dot_product_attention(q, own_k, own_v, own_mask, enable_gqa=True)  # noqa: E731
+        calls["its keys copied before"] = copied
+    if isinstance(pattern, rg.causal) and not grad:
         ends = (at + n).tolist()
 
         def slices(q, k, v):
@@ -80,8 +122,9 @@ def row(name, b, n, m, grad, seed=0):
     found = {which: round(ms, 4) for which, ms in times(made).items()}
     visited = rg.explain(q, k, v, pattern, at=at).computed
     return {
-        "pattern": repr(pattern), "batch": b, "n": n, "m": m, "backward": grad, "ms": found, "visited": visited,
-        "backend": f"{explained.backend} ({explained.variant})", "off": {x: f"{y:.1e}" for x, y in errors.items()},
+        "pattern": repr(pattern), "batch": b, "n": n, "m": m, "heads": heads, "backward": grad, "ms": found,
+        "visited": visited, "backend": f"{explained.backend} ({explained.variant})",
+        "off": {x: f"{y:.1e}" for x, y in errors.items()},
     }  # fmt: skip
 
 
@@ -136,17 +179,49 @@ def memory(n):
     return {name: dict(zip(("MiB", "s"), peak(run))) for name, run in calls.items()}
 
 
+def time_them(calls, results, options):
+    begin = time.time()
+    for call in calls:
+        if options.drawn is not None and time.time() - begin > options.seconds:
+            break
+        results["rows"].append(row(*call))
+        print(json.dumps(results["rows"][-1]), flush=True)
+        torch.cuda.empty_cache()
+        write(results, options)
+    for kind in ("a mask made before", "its keys copied before"):
+        ratios = [x["ms"]["regard"] / x["ms"][kind] for x in results["rows"] if kind in x["ms"]]
+        if ratios:
+            results[f"time relative to {kind}"] = ends = [
+                round(f(ratios), 3) for f in (min, geometric_mean, max)
+            ]
+            print(kind, len(ratios), "calls; lowest, geometric mean and highest ratio:", *ends, flush=True)
+    write(results, options)
+
+
+def write(results, options):
+    if options.out:
+        with open(options.out, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", help="a file for the results")
     parser.add_argument("--memory", action="store_true", help="the peak memory of calls without a kernel")
     parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)), help="numbers of rows")
+    parser.add_argument("--drawn", type=int, help="a seed: draw calls instead")
+    parser.add_argument("--calls", type=int, default=32, help="how many to draw")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="no row begins later than this, with --drawn"
+    )
     options = parser.parse_args()
     results = {"versions": f"torch {torch.__version__}, {torch.cuda.get_device_name()}", "rows": []}
-    for nth in options.rows:
-        results["rows"].append(row(*ROWS[nth]))
-        print(json.dumps(results["rows"][-1]), flush=True)
-        torch.cuda.empty_cache()
+    if options.drawn is not None:
+        results |= {"seed": options.drawn}
+        time_them(drawn(options.drawn, options.calls), results, options)
+        return
+    chosen = (ROWS[nth] for nth in options.rows)
+    time_them([(PATTERNS[name], *sizes) for name, *sizes in chosen], results, options)
     with_plan = {}
     for n in (4, 8):
         without = new_lengths(n)
@@ -161,9 +236,7 @@ def main():
             results["memory"][n] = memory(n)
             print(n, json.dumps(results["memory"][n]), flush=True)
             torch.cuda.empty_cache()
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    write(results, options)
 
 
 if __name__ == "__main__":
