@@ -94,7 +94,7 @@ def row(pattern, b, n, m, grad, heads=(32, 8, 128), seed=0):
     }
     if n == 1:  # each row's keys first, then others, which are hidden
         seen = mask.view(b, m)
-        order = seen.int().argsort(1, descending=True, stable=True)[:, : int(seen.sum(1).max())]
+        order = seen.int().sort(dim=1, descending=True, stable=True).indices[:, : int(seen.sum(1).max())]
         own = order[:, None, :, None].expand(b, h_kv, -1, d)
         own_k, own_v, own_mask = k.gather(2, own), v.gather(2, own), seen.gather(1, order)[:, None, None]
         own_mask = None if own_mask.all() else own_mask
