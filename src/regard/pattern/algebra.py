@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 At = int | tuple[int, int] | None
-MAX_COUNTED_WORDS = 12  # inclusion and exclusion has up to 2^words terms; beyond this, rows are enumerated
+MAX_COUNTED_WORDS = 12  # inclusion and exclusion has up to 2^words terms; with more, blocks are counted
 CHUNK_PAIRS = 1 << 24  # pairs enumerated at a time
 MAX_PAIRS = 1 << 33  # enumerated for one count: about ten seconds
 KINDS: dict[str, type] = {}  # what JSON may name; `register` adds to it
@@ -221,11 +221,9 @@ class Pattern:
         start, step = query_offset(self, n, m, at)
         if not self._enumerated:
             return counting.row_counter(self.terms(), m, start, step)(np.arange(n, dtype=np.int64))
-        chunk = max(1, CHUNK_PAIRS // max(m, 1))
-        some = ((min(chunk, n - r), m, (start + step * r, step)) for r in range(0, n, chunk))
-        tables = (self.allowed(*each, self.device or "cpu") for each in some)
-        counts = [t.sum(-1).reshape(-1, t.shape[-2]).sum(0).cpu().numpy() for t in tables]
-        return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
+        from .block_counts import row_counts
+
+        return row_counts(self, n, m, (start, step))
 
     def block_mask(
         self, n: int, m: int | None = None, at: At = None, device: torch.device | str | None = None
@@ -243,8 +241,9 @@ class Pattern:
     def count(self, n: int, m: int | None = None, at: At = None) -> int:
         """How many pairs are allowed, exactly; without visiting each row where the pattern repeats itself.
 
-        With data other than `lengths` (`documents`, `where`) the pairs of all batch rows are enumerated. A pattern
-        with so many words and so long periods that it would take minutes is refused.
+        With data other than `lengths` (`documents`, `tree`) it goes block by block, in all batch rows; with a
+        function (`where`), pair by pair. A pattern with so many words and so long periods that it would take minutes
+        is refused.
         """
         n, m = _sizes(n, n if m is None else m)
         start, step = query_offset(self, n, m, at)
@@ -284,7 +283,7 @@ class Pattern:
 
     @property
     def _enumerated(self) -> bool:
-        """True where there is no formula, or one of too many terms: pairs are enumerated, in chunks of rows."""
+        """True where there is no formula, or one of too many terms: it is counted block by block."""
         return self.has_data or len(set(self.leaves())) > MAX_COUNTED_WORDS
 
     def same(self, other: "Pattern", n: int, m: int | None = None, at: At = None) -> bool:
