@@ -49,7 +49,8 @@ def _of_head(word: Any, head: int) -> Pattern:
 
 
 def _enumerated(pattern: Pattern, i: Int[Tensor, " n"], m: int) -> Int[Tensor, " n"]:
-    table = torch.as_tensor(pattern.allows(i[:, None], torch.arange(m, device=i.device)))
+    j = torch.arange(m, device=i.device)
+    table = torch.as_tensor(pattern.allows(i[:, None], j), device=i.device)
     rows = table.expand(*table.shape[:-2], len(i), m).sum(-1)
     return rows.reshape(-1, len(i)).sum(0)
 
