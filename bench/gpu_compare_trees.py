@@ -7,7 +7,8 @@ measured in turn: `wall` is the time of one call by CUDA events, `busy` that of 
 graph, that is, without Python. Both are medians with the cache cleared before each call. A ratio above 1 means that
 the new tree is faster. Outputs and gradients are compared bit by bit.
 
-The group `peers` has the rows of gpu_peers.py (which needs a regard in PYTHONPATH), but for documents.
+The group `peers` has the rows of gpu_peers.py (which needs a regard in PYTHONPATH), but for documents. --only keeps
+the rows whose number (in all groups that were chosen, forward and both counted apart) is named, in that order.
 
 First, many processes compile the rows in parallel and fill the caches on disk (--warm 0 skips this).
 """
@@ -279,6 +280,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=420, help="stop after so many, with what there is")
     groups = ["patterns", "dense", "table", "short", "growth", "data", "peers"]
     parser.add_argument("--group", nargs="+", choices=groups, default=groups[:5])
+    parser.add_argument("--only", nargs="+", type=int, help="numbers of rows")
     options = parser.parse_args()
     if options.worker:
         worker()
@@ -288,6 +290,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     begin, work, out = time.time(), rows(options.group), []
+    work = work if options.only is None else [work[number] for number in options.only]
     if options.warm:
         warm(options.trees, work, options.warm)
     old, new = (Tree(src) for src in options.trees)
