@@ -6,7 +6,7 @@
 Each process repeats every case with the same tensors, and compares o, lse, dq, dk and dv with those of its first
 call. Where a result differs, the output names it, its rows and how far it is off: rows of one tile point to its
 program, those of all tiles of a head to a launch. Several processes share the GPU, so that programs run at other
-moments. It was written when one test failed once in such a run, which was a fault of the test (`gpu_tests-2026-11-19.txt`).
+moments. It was written when one test failed once in such a run: a fault of the test (`gpu_tests-2026-11-19.txt`).
 """
 
 import argparse

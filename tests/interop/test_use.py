@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -292,6 +293,21 @@ def test_a_module_that_calls_sdpa_is_intercepted():
     unused = nn.Sequential(Vision(fused=False))
     with rg.use(unused, rg.window(2)), pytest.raises(rg.SpecError, match="its pattern was not used"):
         unused(x)
+
+
+@pytest.mark.parametrize("kind", [causal_upper_left, causal_lower_right])
+def test_a_module_that_calls_sdpa_with_a_causal_bias(kind):
+    class Biased(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k, kind(5, 11))
+
+    g, given, at = torch.Generator().manual_seed(0), rg.window(2), 0 if kind is causal_upper_left else 6
+    q, k = torch.randn(2, 3, 5, 7, generator=g), torch.randn(2, 3, 11, 7, generator=g)
+    table = (rg.causal() & given).allowed(5, 11, at)
+    model = nn.Sequential(Biased())
+    with rg.use(model, given):
+        ours = model[0](q, k)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, k, table))
 
 
 sdpa = F.scaled_dot_product_attention  # under another name

@@ -22,6 +22,7 @@ from ..errors import (
     require_whole_sequences,
 )
 from ..pattern import At, Pattern, causal, full, per_head, query_offset
+from ..pattern.causal_bias import read_causal_bias
 from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, calls_with_data, choose, named
@@ -171,6 +172,7 @@ def _checked(
     (batch, heads)."""
     named = ("lengths", "bias", "sink_logits", "at", "scale")
     require_tensors(q=q, k=k, v=v, **{name: options.get(name) for name in named})
+    pattern, options["at"] = read_causal_bias(pattern, options.get("at"), options.get("bias"), q, k)
     pattern, table = pattern_and_table(pattern)
     runs_sharded = isinstance(pattern, full) or (q.is_cuda and isinstance(pattern, causal))
     require_whole_sequences(q, k, v, runs_sharded and table is None)

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from ..engine.attention import attention
 from ..errors import SpecError
 from ..pattern import Both, Pattern, causal
+from ..pattern.causal_bias import causal_and_offset, is_causal_bias
 
 Patterns = Pattern | Sequence[Pattern]
 
@@ -47,10 +48,12 @@ def sdpa_with_pattern(
     q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.dim() != 4 else x for x in (query, key, value))
     n, m = q.shape[2], k.shape[2]
     table, bias = None, None
+    at = 0 if is_causal else m - n  # PyTorch aligns its causal mask at the first key
+    if is_causal_bias(attn_mask):
+        (_, at), attn_mask, is_causal = causal_and_offset(attn_mask, q, k), None, True
     if attn_mask is not None:
         attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
         table, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
-    at = 0 if is_causal else m - n  # PyTorch aligns its causal mask at the first key
 
     def one(pattern, q, k, v, table, bias):
         meant = Both(causal(), pattern) if is_causal and pattern != causal() else pattern

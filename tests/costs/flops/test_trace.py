@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
@@ -71,6 +72,30 @@ def test_sdpa_counts_the_pairs_of_its_mask():
             N * N,
             N * N,
         )
+
+
+@pytest.mark.parametrize("kind", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("keys", [N, N + 4])
+def test_a_causal_bias_counts_the_pairs_that_it_means(kind, keys):
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = kind(N, keys)
+
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k, self.mask)
+
+    class Plain(nn.Module):
+        def forward(self, q, k):
+            if at == 0:
+                return F.scaled_dot_product_attention(q, k, k, is_causal=True)
+            table = torch.ones(N, keys, dtype=torch.bool, device=q.device).tril(at)
+            return F.scaled_dot_product_attention(q, k, k, table)
+
+    at, k = 0 if kind is causal_upper_left else keys - N, torch.randn(B, H, keys, 7)
+    result, plain = cost(Biased(), q, k), cost(Plain(), q, k)
+    assert result.pairs[0].needed == rg.causal().count(N, keys, at)
+    assert result.flops == plain.flops and result.memory.inference_peak == plain.memory.inference_peak
 
 
 def test_a_mask_built_inside_the_module_is_counted():

@@ -27,6 +27,7 @@ from ...nested import map_leaves
 from ...nn.embedding import LanguageHead
 from ...nn.stack import EncoderDecoder, Stack
 from ...pattern import causal
+from ...pattern.causal_bias import is_causal_bias
 from ...spec.base import require_known, require_positive
 from ..trace.attention import H200, Gpu
 from ..trace.tracer import DataDependent, Trace, tracing
@@ -228,13 +229,14 @@ def twin_of(module: nn.Module, trace: Trace, dtype: torch.dtype) -> nn.Module:
         twins[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
     # Buffers, and tensors that a module keeps beside them, such as a cache.
     kept = [x for inner in module.modules() for x in vars(inner).values() if isinstance(x, Tensor)]
-    for x in (*module.buffers(), *kept):
+    masks = {id(x): x for x in kept if is_causal_bias(x)}  # which have no values to copy
+    for x in (*module.buffers(), *(x for x in kept if id(x) not in masks)):
         if id(x) not in twins:
             twins[id(x)] = x.clone() if x.is_meta else trace.copied(x)
     for x in twins.values():
         trace.meter.track(x, "", "weight")
     try:
-        return copy.deepcopy(module, dict(twins))
+        return copy.deepcopy(module, twins | masks)
     except Exception as e:
         raise SpecError(f"{type(module).__name__} cannot be copied, which tracing it needs: {e}") from e
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import compat
 from ...compat import without_function_modes
 from ...pattern import causal
+from ...pattern.causal_bias import causal_and_offset, is_causal_bias
 from ..tree import Amounts, Pairs
 from . import autocast
 
@@ -280,6 +281,11 @@ def _math(call: Call) -> Tensor:
 
 def sdpa(trace, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> Tensor:
     """In place of F.scaled_dot_product_attention; its scale does not change the cost."""
+    if is_causal_bias(attn_mask):
+        (_, at), sizes = causal_and_offset(attn_mask, query, key), (query.shape[-2], key.shape[-2])
+        is_causal, attn_mask = at == 0, None  # as PyTorch, which makes a table of what is not is_causal
+        if not is_causal:
+            attn_mask = torch.ones(sizes, dtype=torch.bool, device=query.device).tril(at)
     real = trace.value_of(attn_mask)
     with without_function_modes():
         tensors = [trace.joined(x) for x in (query, key, value, attn_mask)]
