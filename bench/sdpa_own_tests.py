@@ -41,11 +41,11 @@ def replace_sdpa():
     def attention(
         query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
     ):
-        if not (enabled.flash_sdp_enabled() or enabled.mem_efficient_sdp_enabled()):
-            return sdpa(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        calls["regard"] += 1
+        if not torch.compiler.is_compiling():  # which cannot trace these
+            if not (enabled.flash_sdp_enabled() or enabled.mem_efficient_sdp_enabled()):
+                options = {"scale": scale, "enable_gqa": enable_gqa}
+                return sdpa(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            calls["regard"] += 1
         if is_causal and attn_mask is not None:
             raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
         pattern, bias = (rg.causal() if is_causal else None), attn_mask

@@ -176,6 +176,27 @@ def not_an_argument_of(module: Any, foreign: dict[str, Any]) -> Exception:
     return TypeError(f"{kind.__name__} got an unexpected keyword argument {name!r}; it takes {takes}")
 
 
+def not_a_pattern(given: Any, also: str = "", where: str = "") -> Exception:
+    """The error for what is given as a pattern and is none. also: what else would do; where: the beginning."""
+    kind, shape = type(given), getattr(given, "shape", None)
+    name = "tensor" if kind.__name__ == "Tensor" else kind.__name__
+    what = f"a {name} of shape {tuple(shape)}" if isinstance(shape, tuple) else f"a {name}"
+    what = repr(given) if isinstance(given, str | int | float | None) else what
+    if isinstance(given, type):
+        what, use = given.__name__, f"write it with parentheses: rg.{given.__name__}(…)"
+    elif isinstance(given, str):
+        use = f"use rg.causal(), rg.window(2), …{also}; of a text, rg.Pattern.from_text({given!r})"
+    elif kind.__name__ == "BlockMask":
+        use = "declare it: rg.causal() & …; FlexAttention takes the pattern's block_mask(n)"
+    elif kind.__name__ == "ndarray":
+        what, use = f"an array of shape {shape}", "use torch.as_tensor(mask)"
+    elif callable(given):
+        use = "use rg.where(function)"
+    else:
+        use = f"use rg.causal(), rg.window(2), …{also}"
+    return SpecError(f"{where}{what} is not a pattern; {use}")
+
+
 def require_one_kind(q: Any, k: Any, v: Any) -> None:
     """Refuse tensors of several devices or dtypes, and of dtypes that attention does not compute in."""
     if not (q.device == k.device == v.device):

@@ -3,11 +3,13 @@
 from math import floor, inf, log2, nan, sqrt
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 
 from pattern_strategies import offsets, patterns
@@ -811,7 +813,21 @@ REFUSED = [
     (
         SpecError,
         {"pattern": "causal"},
-        "'causal' is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor",
+        "'causal' is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor; of a text, "
+        "rg.Pattern.from_text('causal')",
+    ),
+    (SpecError, {"pattern": causal}, "causal is not a pattern; write it with parentheses: rg.causal(…)"),
+    (SpecError, {"pattern": lambda i, j: i >= j}, "a function is not a pattern; use rg.where(function)"),
+    (
+        SpecError,
+        {"pattern": np.ones((3, 3), bool)},
+        "an array of shape (3, 3) is not a pattern; use torch.as_tensor(mask)",
+    ),
+    (
+        SpecError,
+        {"pattern": create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, "cpu")},
+        "a BlockMask of shape (1, 1, 128, 128) is not a pattern; declare it: rg.causal() & …; FlexAttention takes "
+        "the pattern's block_mask(n)",
     ),
     (
         ShapeError,

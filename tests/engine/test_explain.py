@@ -217,7 +217,7 @@ def test_sizes_take_a_list_of_patterns_as_a_call_does(kind):
     assert found == explain(rg.per_head(heads), 37) and found.needed == sum(p.count(37) for p in heads)
     assert explain(None, 37) == explain(rg.full(), 37)
     assert facts_from(torch.ones(37, 37, dtype=torch.bool), 37).table and not facts_from(rg.full(), 37).table
-    with pytest.raises(rg.SpecError, match=r"^per_head: head 1 is of type str, not a pattern"):
+    with pytest.raises(rg.SpecError, match=r"^per_head: head 1: 'causal\(\)' is not a pattern"):
         explain([rg.causal(), "causal()"], 37)
     with pytest.raises(rg.SpecError, match=r"^'causal\(\)' is not a pattern; use rg\.causal\(\)"):
         explain("causal()", 37)

@@ -286,7 +286,7 @@ REFUSED = [
     (
         SpecError,
         {"pattern": [rg.causal(), 3]},
-        "per_head: head 1 is of type int, not a pattern; use rg.causal(), rg.window(2), …",
+        "per_head: head 1: 3 is not a pattern; use rg.causal(), rg.window(2), …",
     ),
     (
         BackendError,

@@ -561,9 +561,8 @@ WRONG_INPUTS = {  # the first case is shape-checked: it has the declared types
     ),
     "token ids of shape (b, n) are needed, one row per text, not list": lambda gpt: gpt([[1, 2]]),
     "x of shape (b, n, d_model) is needed, not (5, 8)": lambda gpt: one_layer()(torch.randn(5, 8)),
-    "'causal()' is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor": lambda gpt: one_layer()(
-        torch.randn(1, 5, 8), pattern="causal()"
-    ),
+    "'causal()' is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor; of a text, "
+    "rg.Pattern.from_text('causal()')": lambda gpt: one_layer()(torch.randn(1, 5, 8), pattern="causal()"),
     "the cache has 3 batch rows and this call 1; `cache.select(rows)` keeps or repeats rows": lambda gpt: (
         cached(gpt, 3, 3, 1)
     ),

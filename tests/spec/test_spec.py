@@ -82,7 +82,8 @@ WRONG = [
     (lambda: Attention(64, heads=8, d_k=-2), "d_k=-2 is not a positive integer"),
     (
         lambda: Attention(64, pattern="causal()"),
-        "pattern='causal()' is not a pattern; use rg.causal(), rg.window(2), …",
+        "pattern='causal()' is not a pattern; use rg.causal(), rg.window(2), …; of a text, "
+        "rg.Pattern.from_text('causal()')",
     ),
     (
         lambda: Attention(64, position="rope"),
@@ -325,7 +326,7 @@ def test_json_may_list_the_patterns_of_heads(written):
         (HEADS[:3], "pattern has 3 patterns for heads=4; give one for each query head"),
         ([rg.causal()] * 2, "pattern has 2 patterns for heads=4; give one for each query head"),
         ([], "per_head([]) has no head; give one pattern for each query head"),
-        ([*HEADS[:3], 5], "per_head: head 3 is of type int, not a pattern; use rg.causal(), rg.window(2), …"),
+        ([*HEADS[:3], 5], "per_head: head 3: 5 is not a pattern; use rg.causal(), rg.window(2), …"),
         (
             [*HEADS[:3], rg.documents(torch.zeros(5, dtype=torch.long))],
             f"pattern=per_head([{', '.join(map(repr, HEADS[:3]))}, documents(<5 ids>)]) carries data, which a "

@@ -15,6 +15,7 @@ from ..errors import (
     ShapeError,
     SpecError,
     in_context_parallel,
+    not_a_pattern,
     not_an_argument,
     require_device,
     require_one_kind,
@@ -195,7 +196,7 @@ def pattern_and_table(pattern: Pattern | Tensor | Sequence | None) -> tuple[Patt
     if isinstance(pattern, list | tuple):
         return per_head(pattern), None
     if not isinstance(pattern, Tensor):
-        raise SpecError(f"{pattern!r} is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor")
+        raise not_a_pattern(pattern, " or a bool tensor")
     if pattern.dtype != torch.bool:
         raise SpecError(
             f"a {pattern.dtype} mask as pattern: is 1 'may attend', or is it added to the scores? Say which: "

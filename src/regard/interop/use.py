@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import compat
-from ..errors import SpecError, nearest
+from ..errors import SpecError, nearest, not_a_pattern
 from ..pattern import Pattern, causal, neighborhood, per_head
 from .patterned import Intercepted, Patterns, check_multihead, multihead
 
@@ -186,10 +186,7 @@ def _declared(given: Any) -> Patterns:
 
 def _one(given: Any) -> Pattern:
     if not isinstance(given, Pattern):
-        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
-        raise SpecError(
-            f"{what} is not a pattern; use rg.causal(), rg.window(2), …, or one per head in a list"
-        )
+        raise not_a_pattern(given, ", or one per head in a list")
     if any(leaf.has_data and not isinstance(leaf, neighborhood) for leaf in given.leaves()):
         raise SpecError(f"{given!r} carries data of one input, so it cannot be declared for a model")
     return given

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ShapeError, SpecError
+from ..errors import ShapeError, SpecError, not_a_pattern
 from .algebra import Pattern, register
 
 
@@ -31,10 +31,7 @@ class per_head(Pattern):
             raise SpecError("per_head([]) has no head; give one pattern for each query head")
         for head, pattern in enumerate(given):
             if not isinstance(pattern, Pattern):
-                raise SpecError(
-                    f"per_head: head {head} is of type {type(pattern).__name__}, not a pattern; use rg.causal(), "
-                    "rg.window(2), …"
-                )
+                raise not_a_pattern(pattern, where=f"per_head: head {head}: ")
             if pattern.differs_by_head:
                 raise SpecError(f"per_head: head {head} has a pattern for each head; give it one")
         object.__setattr__(self, "patterns", given)

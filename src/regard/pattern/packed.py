@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from ..errors import ShapeError, SpecError
+from ..errors import ShapeError, SpecError, not_a_pattern
 from ..progression import Ints
 from .algebra import Pattern
 from .classification import BlockGrid, Classes, Run, both, either, negated, of_relation
@@ -41,9 +41,7 @@ class documents(Data):
         require_whole("documents", "ids", self.ids)
         require_rows("documents", "ids", self.ids)
         if not isinstance(self.within, Pattern):
-            raise SpecError(
-                f"documents: within={self.within!r} is not a pattern; use rg.causal(), rg.window(2), …"
-            )
+            raise not_a_pattern(self.within, where="documents: within=")
         if self.within.differs_by_head:
             raise SpecError(
                 "documents: within= is for all heads; use rg.per_head([rg.documents(ids, p) for p in …])"

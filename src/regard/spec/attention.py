@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import RegardError, SpecError
+from ..errors import RegardError, SpecError, not_a_pattern
 from ..pattern import Pattern, full, per_head
 from ..pattern.heads import numbered
 from ..position import Position
@@ -109,10 +109,8 @@ class Attention(Spec):
         given: Any = self.pattern
         if isinstance(given, list | tuple):
             given = per_head(given)
-        require(
-            isinstance(given, Pattern),
-            f"pattern={given!r} is not a pattern; use rg.causal(), rg.window(2), …",
-        )
+        if not isinstance(given, Pattern):
+            raise not_a_pattern(given, where="pattern=")
         if isinstance(given, per_head):
             require(
                 len(given.patterns) == self.heads,
