@@ -320,6 +320,15 @@ def test_a_model_with_its_own_attention_keeps_it_and_says_so():
         transformers.FalconModel._from_config(config, attn_implementation="regard")
 
 
+def test_attention_computed_in_another_method_than_forward_is_named_too():
+    config = transformers.GPTJConfig(
+        vocab_size=61, n_embd=8, n_layer=1, n_head=2, rotary_dim=4, n_positions=32
+    )
+    with pytest.warns(UserWarning, match="GPTJModel: GPTJAttention does not go through the registry"):
+        model = transformers.GPTJModel._from_config(config, attn_implementation="regard")
+    assert model.config._attn_implementation == "eager"
+
+
 def test_only_the_keys_that_an_indexer_selects_are_attended():
     layer = causal_model().model.layers[0].self_attn
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)

@@ -5,7 +5,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, update_wrapper
@@ -234,8 +234,13 @@ def _replaceable(module: nn.Module) -> bool:
 
 
 def _calls_sdpa(kind: type[nn.Module]) -> bool:
-    """Whether the forward method of a class calls SDPA, under any name: itself, by another method of the class, or by
-    a function of the same module."""
+    """Whether the forward method of a class calls SDPA, under any name."""
+    return any(name == SDPA or meant is F.scaled_dot_product_attention for name, meant in reached_names(kind))
+
+
+def reached_names(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """The names that the forward method of a class uses, itself, in another method of the class, or in a function of
+    the same file; each with the global that it is there, if any."""
     waiting, seen = [inspect.unwrap(kind.forward)], set()
     while waiting:
         function = waiting.pop()
@@ -243,15 +248,11 @@ def _calls_sdpa(kind: type[nn.Module]) -> bool:
         if code is None or code in seen:
             continue
         seen.add(code)
-        if SDPA in code.co_names:
-            return True
         for name in code.co_names:
-            if names.get(name) is F.scaled_dot_product_attention:
-                return True
+            yield name, names.get(name)
             for other in (getattr(kind, name, None), names.get(name)):
                 if inspect.isfunction(other) and other.__module__ == function.__module__:
                     waiting.append(inspect.unwrap(other))
-    return False
 
 
 # Cross-attention, by how it is called, and by the names under which modules have it.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ...pattern import full
 from ..patterned import Intercepted
-from ..use import SDPA, forward_names
+from ..use import SDPA, forward_names, reached_names
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 EAGER = "eager"
@@ -114,7 +114,9 @@ def has_own_attention(model: Any) -> bool:
 
 
 def _computes(module: nn.Module) -> bool:
-    return bool({"softmax", "matmul", SDPA, "bmm", "einsum"} & set(forward_names(module)))
+    return any(
+        name in ("softmax", "matmul", SDPA, "bmm", "einsum") for name, _ in reached_names(type(module))
+    )
 
 
 def _own_modules(module: Any, config: Any = None) -> Any:
