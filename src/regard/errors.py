@@ -261,3 +261,62 @@ def require_device(call: Any) -> None:
                 f"the data of {word!r} are on {word.device}, and q on {q.device}; make the pattern of a tensor on "
                 f"{q.device}: x.to({str(q.device)!r})"
             )
+
+
+_BIASES = "none", "tensor", "distance"
+
+
+def read_facts(kinds: dict[str, Any], n: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of `explain` with sizes, checked, with the defaults that depend on others.
+
+    Sizes are whole numbers, and whether a call has some tensor is True or False: tensors are for explain(q, k, v, …).
+    """
+    import torch
+
+    if n is None:
+        raise SpecError(
+            "n is missing: rg.explain(pattern, n=1024), or give the call: rg.explain(q, k, v, pattern)"
+        )
+    for name, x in given.items():
+        if name not in kinds:
+            raise SpecError(f"explain() has no argument {name!r}; {nearest(name, kinds)}")
+        if kinds[name] is int and (isinstance(x, bool) or not isinstance(x, int) or x < 0):
+            raise SpecError(f"{name}={x!r}: a whole number is needed")
+        if kinds[name] is bool and not isinstance(x, bool):
+            what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+            raise SpecError(
+                f"{name} is {what}; with sizes instead of tensors, say True or False: {name}=True"
+            )
+    if isinstance(given.get("at"), torch.Tensor):
+        raise SpecError("at is a tensor; with sizes instead of tensors, say row_offsets=True")
+    if given.get("bias", "none") not in _BIASES:
+        known = ", ".join(map(repr, _BIASES))
+        raise SpecError(f"bias={given['bias']!r}; with sizes instead of tensors, use {known}")
+    require_tensors(at=given.get("at"), scale=given.get("scale"))
+    return {
+        "d_v": given.get("d_k", 64),
+        "bias_grad": given.get("grad", False) and given.get("bias", "none") != "none",
+        **given,
+        "lengths": given.get("lengths", False) or given.get("left_padding", False),
+        "dtype": _dtype(given.get("dtype", torch.float32)),
+        "device": _device(given.get("device", "cpu")),
+    }
+
+
+def _dtype(given: Any) -> Any:
+    import torch
+
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype):
+        known = "float32", "bfloat16", "float16", "float64"
+        raise SpecError(f"unknown dtype {given!r}; {nearest(str(given), known)}")
+    return found
+
+
+def _device(given: Any) -> str:
+    import torch
+
+    try:
+        return str(torch.device(given))
+    except (RuntimeError, TypeError) as e:
+        raise SpecError(f"unknown device {given!r}; use 'cpu' or 'cuda'") from e

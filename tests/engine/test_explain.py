@@ -256,3 +256,37 @@ def test_the_reason_against_gathered_keys_is_the_one_that_holds():
         found = explain(pattern, n=n, **options)
         assert found.backend == "sdpa" and reason in found.reason
         assert sum(other in found.reason for other in reasons) <= 2  # the first two are one sentence
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"n": None}, r"^n is missing: rg.explain\(pattern, n=1024\), or give the call"),
+        ({"dtype": "bfloat"}, r"^unknown dtype 'bfloat'; did you mean bfloat16\?$"),
+        ({"device": "tpu"}, r"^unknown device 'tpu'; use 'cpu' or 'cuda'$"),
+        ({"heads": 8, "kv_heads": 3}, r"^3 key/value heads do not divide 8 query heads$"),
+        ({"heads": 2.0}, r"^heads=2.0: a whole number is needed$"),
+        ({"d_k": -4}, r"^d_k=-4: a whole number is needed$"),
+        ({"bias": True}, r"^bias=True; with sizes instead of tensors, use 'none', 'tensor', 'distance'$"),
+        ({"lengths": torch.tensor([3])}, r"^lengths is a tensor of shape \(1,\); with sizes .*: lengths=True$"),
+        ({"grad": "no"}, r"^grad is 'no'; with sizes instead of tensors, say True or False: grad=True$"),
+        ({"at": torch.tensor([3])}, r"^at is a tensor; with sizes instead of tensors, say row_offsets=True$"),
+        ({"softcap": -1}, r"^softcap=-1 is not above 0"),
+        ({"dropout_p": 3.0}, r"^dropout_p=3.0 is not in \[0, 1\)$"),
+        ({"scale": "x"}, r"^scale='x': the factor of q·k is a number"),
+        ({"higher": True}, r"^explain\(\) has no argument 'higher'; known: at, batch"),
+    ],
+    ids=lambda given: str(next(iter(given))) if isinstance(given, dict) else "",
+)  # fmt: skip
+def test_sizes_are_refused_as_a_call_refuses_them(options, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        explain(rg.window(1), **{"n": 16, **options})
+    assert isinstance(raised.value, rg.RegardError)
+
+
+def test_sizes_take_names_of_dtypes_and_devices_and_a_table_as_a_call_does():
+    for device in ("cuda", torch.device("cuda")):
+        named = explain(rg.window(64), 4096, dtype="bfloat16", device=device)
+        assert named == explain(rg.window(64), 4096, dtype=torch.bfloat16, device="cuda")
+    assert explain(torch.ones(16, 16, dtype=torch.bool), 16).reason.startswith("tiles cannot: a bool tensor")
+    assert explain(rg.causal(), 10**17).backend == "sdpa"

@@ -320,6 +320,27 @@ def test_a_model_with_its_own_attention_keeps_it_and_says_so():
         transformers.FalconModel._from_config(config, attn_implementation="regard")
 
 
+def test_attention_computed_in_another_method_than_forward_is_named_too():
+    config = transformers.GPTJConfig(
+        vocab_size=61, n_embd=8, n_layer=1, n_head=2, rotary_dim=4, n_positions=32
+    )
+    with pytest.warns(UserWarning, match="GPTJModel: GPTJAttention does not go through the registry"):
+        model = transformers.GPTJModel._from_config(config, attn_implementation="regard")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_branches_of_a_tree_with_depths_as_positions_are_what_they_are_alone():
+    """As docs/patterns.md says: two answers to one prompt of three tokens, in one row."""
+    model, tree = causal_model(), rg.tree(torch.tensor([-1, 0, 1, 2, 3, 2, 5]))
+    depths, ids = tree.allowed(7).sum(-1) - 1, IDS[:1, -7:]
+    packed = model(ids, attention_mask=tree.allowed(7)[None, None], position_ids=depths[None]).logits
+    second = ids[:, [0, 1, 2, 5, 6]]
+    torch.testing.assert_close(packed[:, :5], model(ids[:, :5]).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed[:, 5:], model(second).logits[:, 3:], rtol=1e-4, atol=1e-5)
+    by_rows = model(ids, attention_mask=tree.allowed(7)[None, None]).logits
+    assert not torch.allclose(by_rows[:, 5:], packed[:, 5:], atol=1e-4)
+
+
 def test_only_the_keys_that_an_indexer_selects_are_attended():
     layer = causal_model().model.layers[0].self_attn
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
     BertConfig,
     BertModel,
     BloomConfig,
@@ -20,6 +22,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    T5Config,
 )
 
 import regard as rg
@@ -101,6 +104,61 @@ def test_patterns_are_saved_with_the_model(llama, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     rg.use(plain)  # the patterns that the configuration holds
     assert torch.equal(plain(IDS).logits, expected)
+
+
+def encoder_decoder(family):
+    torch.manual_seed(0)
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    if family == "t5":
+        config = T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, **ends)
+    else:
+        config = BartConfig(
+            vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, **ends,
+        )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
+    for weight in model.parameters():  # large enough that each attention matters
+        if weight.dim() == 2:
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    return model
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_an_encoder_decoder_keeps_its_cross_attention_also_when_it_is_loaded(family, tmp_path):
+    """Its attention modules are of one class and have the same layer numbers in the encoder and in the decoder."""
+    model = encoder_decoder(family)
+    near, past = rg.window(2), rg.causal() & rg.window(3)
+    source, target = IDS[:, :13], IDS[:, 6:]
+    given = {"input_ids": source, "decoder_input_ids": target}
+    before = model(**given).logits
+
+    def float_mask(pattern, n):
+        return torch.where(pattern.allowed(n), 0.0, HIDDEN).expand(2, 1, n, n)
+
+    encoded = model.get_encoder()(source, attention_mask=float_mask(near, 13))
+    expected = model(
+        encoder_outputs=encoded, decoder_input_ids=target, decoder_attention_mask=float_mask(past, 11)
+    ).logits
+    parts = {name for name, _ in model.named_modules()}
+    at = "model." if "model.decoder" in parts else ""
+    encoder, decoder = f"{at}encoder.*", f"{at}decoder.*"
+    handle = rg.use(model, {encoder: near, decoder: past})
+    assert len(handle.patterns) == 4
+    torch.testing.assert_close(model(**given).logits, expected, rtol=1e-4, atol=1e-5)
+    seen = [call.pattern for call in huggingface.explain(model, **given)]
+    assert seen == [repr(near)] * 2 + ["causal() & window(3)", "full()"] * 2
+    model.save_pretrained(tmp_path)
+    handle.remove()
+    assert torch.equal(model(**given).logits, before)
+
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, attn_implementation="regard").eval()
+    torch.testing.assert_close(loaded(**given).logits, expected, rtol=1e-4, atol=1e-5)
+    later = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    later.set_attn_implementation("regard")
+    torch.testing.assert_close(later(**given).logits, expected, rtol=1e-4, atol=1e-5)
+    later.set_attn_implementation("eager")
+    rg.use(later)
+    torch.testing.assert_close(later(**given).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_training_through_a_pattern_has_the_gradients_of_its_table(llama):
@@ -484,6 +542,8 @@ def test_what_cannot_be_used_says_why(llama):
         with pytest.raises(rg.SpecError, match=message):
             rg.use(llama, given)
     assert llama.config._attn_implementation == "eager"
+    with pytest.raises(rg.SpecError, match="encoder_attn' is cross-attention, which keeps all its keys"):
+        rg.use(encoder_decoder("bart"), {"*encoder_attn": PATTERN})
     with pytest.raises(rg.SpecError, match="has no attention that can be replaced"):
         rg.use(nn.Linear(2, 2), PATTERN)
     with pytest.raises(rg.SpecError, match=r"takes a torch.nn.Module, not a str"):

@@ -401,6 +401,27 @@ def test_a_text_of_per_head_that_is_no_list_is_refused_with_the_form_it_needs(te
     assert str(refused.value) == f"{text}: {needed}"
 
 
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("causal & window(3)", "'causal' has no brackets; write causal()"),
+        ("causal() & rows", "'rows' has no brackets; write rows(k, offset=0)"),
+        ("neighborhood", "'neighborhood' has no brackets; write neighborhood(grid, kernel, step=1, border='clipped', "
+         "causal=False)"),
+        ("~rg.window(3)", "'rg.window(3)': a text names words without a module; write window(…)"),
+        ("window(2, 3, 4)", "window(2, 3, 4): these are not its arguments; write window(before, after=None)"),
+        ("window(aft=3)", "window(aft=3): these are not its arguments; write window(before, after=None)"),
+        ("every(k=2, k=3)", "every(k=2, k=3): these are not its arguments; write every(k, offset=0)"),
+        ("neighborhood((4, 4), 3, stride=2)", "neighborhood((4, 4), 3, stride=2): these are not its arguments; write "
+         "neighborhood(grid, kernel, step=1, border='clipped', causal=False)"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_almost_a_pattern_is_refused_with_what_to_write(text, message):
+    with pytest.raises(FormatError) as refused:
+        grammar.parse_pattern(text)
+    assert str(refused.value) == message
+
+
 def test_data_print_their_sizes():
     assert repr(causal() & documents(IDS)) == "causal() & documents(<2×7 ids>)"
     assert repr(documents(IDS[0])) == "documents(<7 ids>)"

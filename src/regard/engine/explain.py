@@ -1,17 +1,19 @@
 """The plan in words: what a call would cost to run, by which backend, and why."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..errors import SpecError, nearest
-from ..pattern import Pattern
+from ..errors import read_facts
+from ..pattern import Pattern, full
+from ..pattern.algebra import whole_sizes
 from ..pattern.heads import numbered, per_head
 from ..table import ShownAsTable
-from .attention import call_of, pattern_and_table
+from .attention import call_of, check, pattern_and_table
 from .backends import choose, named
-from .call import CallFacts, Prepared, facts_of, without_default_offset
+from .call import Call, CallFacts, Prepared, facts_of, without_default_offset
 from .cpu.backend import GATHERED
 from .plan import NoPlan, plan
 
@@ -54,7 +56,7 @@ def explain(*arguments: Any, backend: str = "auto", **options: Any) -> Explanati
     everything else that the choice depends on: d_k=64, d_v=d_k, batch=1, heads=8, kv_heads=heads, dtype, device, at,
     scale, dropout_p, return_lse, softcap, bias="none", "tensor" or "distance"; and, as True or False, grad,
     bias_grad=grad, lengths, left_padding (lengths with a start), sink_logits, table (a bool tensor) and row_offsets
-    (one query offset per batch row).
+    (one query offset per batch row). What `attention` would refuse is refused.
 
     >>> from regard.pattern import causal, every, window
     >>> print(explain(causal() & (window(128) | every(64)), n=16384))  # doctest: +ELLIPSIS
@@ -64,7 +66,8 @@ def explain(*arguments: Any, backend: str = "auto", **options: Any) -> Explanati
       backend         tiles, merged tiles: about ... × faster than sdpa
       ...
     """
-    if isinstance(arguments[0] if arguments else options.get("q"), Tensor):
+    first = arguments[0] if arguments else options.get("q")
+    if isinstance(first, Tensor) and first.dtype != torch.bool:  # a bool tensor stands for a pattern
         facts = facts_of(call_of(*arguments, **options))
     else:
         facts = facts_from(*arguments, **options)
@@ -97,22 +100,22 @@ def _explain(facts: CallFacts, backend: str) -> Explanation:
     return Explanation(*pairs, prepared.backend, prepared.variant, prepared.reason, _passes(facts, prepared))
 
 
-def facts_from(pattern: Any, n: int, m: int | None = None, **options: Any) -> CallFacts:
-    """The facts of a call by its sizes."""
-    names = [field.name for field in fields(CallFacts)][3:]
-    if unknown := [name for name in options if name not in names]:
-        raise SpecError(f"explain() has no argument {unknown[0]!r}; {nearest(unknown[0], names)}")
+def facts_from(pattern: Any = None, n: Any = None, m: Any = None, **options: Any) -> CallFacts:
+    """The facts of a call by its sizes; what `attention` would refuse is refused."""
+    kinds = {x.name: x.type for x in fields(CallFacts)[3:-2]}  # the last two are of traced tensors
+    options = read_facts(kinds, n, options)
+    n, m = whole_sizes(n, n if m is None else m)
     pattern, table = pattern_and_table(pattern)
     if isinstance(pattern, per_head):
         options.setdefault("heads", len(pattern.patterns))
     options["table"] = bool(options.get("table")) or table is not None
-    options["lengths"] = bool(options.get("lengths") or options.get("left_padding"))
-    options.setdefault("d_v", options.get("d_k", 64))
     options.setdefault("kv_heads", options.get("heads", 8))
-    options.setdefault("bias_grad", bool(options.get("grad")) and options.get("bias", "none") != "none")
-    m = n if m is None else m
     options["at"] = without_default_offset(options.get("at"), n, m)
-    return CallFacts(pattern, n, m, **options)
+    facts = CallFacts(pattern, n, m, **options)
+    meta = replace(facts, n=min(n, 1 << 40), m=min(m, 1 << 40)).like()  # elements are counted in 64 bits
+    same = {name: getattr(facts, name) for name in ("scale", "softcap", "dropout_p", "return_lse", "at")}
+    check(Call(*meta, full() if pattern.has_data else pattern, **same))
+    return facts
 
 
 def _passes(facts: CallFacts, prepared: Prepared) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, update_wrapper
@@ -54,8 +54,8 @@ def use(model: Any, pattern: Any = None) -> Applied:
     pattern: one for all layers; a sequence with one per query head; or a mapping from a layer (its number, or its
     module name, * allowed) to one of these. None: Hugging Face models run by regard, with the patterns saved in their
     configuration, if any. Positions count from the first key; in a left-padded row from its first real token.
-    Cross-attention keeps all its keys, unless a mapping names it. A second call on the same layers replaces the
-    first until it is removed; handles may be removed in any order.
+    Cross-attention keeps all its keys, unless a mapping names it; in Hugging Face models always. A second call on the
+    same layers replaces the first until it is removed; handles may be removed in any order.
     Works for Hugging Face models whose attention goes through their registry, alone or inside another module (PEFT,
     torch.compile), for nn.MultiheadAttention and modules built from it, for timm, and for any module that calls
     F.scaled_dot_product_attention.
@@ -104,7 +104,7 @@ def _use_in_modules(
 
 def _use_in_wrapped(model: nn.Module, parts: Mapping[str, nn.Module], pattern: Any) -> Applied:
     """A module around Hugging Face models (PEFT, DDP, torch.compile, one of yours): layers by their names in it."""
-    from .huggingface.patterns import attention_modules, use_in_hugging_face
+    from .huggingface.patterns import attention_modules, registry_modules, use_in_hugging_face
 
     def within(name: str) -> str | None:
         return next((part for part in parts if name.startswith(f"{part}.")), None)
@@ -112,6 +112,7 @@ def _use_in_wrapped(model: nn.Module, parts: Mapping[str, nn.Module], pattern: A
     registered = {
         f"{part}.{name}": m for part, inner in parts.items() for name, m in attention_modules(inner).items()
     }
+    every = {f"{part}.{name}" for part, inner in parts.items() for name in registry_modules(inner)}
     cross = set() if isinstance(pattern, Mapping) else _cross_attention(model)
     own = {  # next to the Hugging Face models
         name: m
@@ -131,7 +132,7 @@ def _use_in_wrapped(model: nn.Module, parts: Mapping[str, nn.Module], pattern: A
                         f"go through transformers' registry",
                         stacklevel=3,
                     )
-            chosen = assign(pattern, {**registered, **own})
+            chosen = assign(pattern, {**registered, **own}, cross=every - registered.keys())
             for part, inner in parts.items():
                 here = {name[len(part) + 1 :]: p for name, p in chosen.items() if within(name) == part}
                 if here:
@@ -156,8 +157,8 @@ def is_hugging_face(model: nn.Module) -> bool:
     return loaded is not None and isinstance(model, loaded.PreTrainedModel)
 
 
-def assign(pattern: Any, modules: Mapping[str, nn.Module]) -> dict[str, Patterns]:
-    """Which of the attention modules gets which pattern."""
+def assign(pattern: Any, modules: Mapping[str, nn.Module], cross: Iterable[str] = ()) -> dict[str, Patterns]:
+    """Which of the attention modules gets which pattern. cross: modules that keep all their keys."""
     if not isinstance(pattern, Mapping):
         return {name: _declared(pattern) for name in modules}
     names, chosen = list(modules), {}
@@ -170,6 +171,11 @@ def assign(pattern: Any, modules: Mapping[str, nn.Module]) -> dict[str, Patterns
             here = [names[key]]
         else:
             here = [name for name in names if fnmatch.fnmatchcase(name, str(key))]
+            if not here and any(fnmatch.fnmatchcase(name, str(key)) for name in cross):
+                raise SpecError(
+                    f"{key!r} is cross-attention, which keeps all its keys in Hugging Face models: their calls do "
+                    f"not say at which position a query is while generating"
+                )
             if not here:
                 raise SpecError(f"no attention layer is named {key!r}; {nearest(str(key), names)}")
         chosen.update(dict.fromkeys(here, _declared(given)))
@@ -225,8 +231,13 @@ def _replaceable(module: nn.Module) -> bool:
 
 
 def _calls_sdpa(kind: type[nn.Module]) -> bool:
-    """Whether the forward method of a class calls SDPA, under any name: itself, by another method of the class, or by
-    a function of the same module."""
+    """Whether the forward method of a class calls SDPA, under any name."""
+    return any(name == SDPA or meant is F.scaled_dot_product_attention for name, meant in reached_names(kind))
+
+
+def reached_names(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """The names that the forward method of a class uses, itself, in another method of the class, or in a function of
+    the same file; each with the global that it is there, if any."""
     waiting, seen = [inspect.unwrap(kind.forward)], set()
     while waiting:
         function = waiting.pop()
@@ -234,15 +245,11 @@ def _calls_sdpa(kind: type[nn.Module]) -> bool:
         if code is None or code in seen:
             continue
         seen.add(code)
-        if SDPA in code.co_names:
-            return True
         for name in code.co_names:
-            if names.get(name) is F.scaled_dot_product_attention:
-                return True
+            yield name, names.get(name)
             for other in (getattr(kind, name, None), names.get(name)):
                 if inspect.isfunction(other) and other.__module__ == function.__module__:
                     waiting.append(inspect.unwrap(other))
-    return False
 
 
 # Cross-attention, by how it is called, and by the names under which modules have it.

@@ -204,7 +204,7 @@ class Pattern:
         """
         m = n if m is None else m
         if not torch.compiler.is_compiling():  # where a size may be a symbol
-            n, m = _sizes(n, m)
+            n, m = whole_sizes(n, m)
         device = self.device if device is None else device
         self.check_data(m, n, at)
         i = positions(self, n, m, at, device)[..., None]
@@ -245,7 +245,7 @@ class Pattern:
         function (`where`), pair by pair. A pattern with so many words and so long periods that it would take minutes
         is refused.
         """
-        n, m = _sizes(n, n if m is None else m)
+        n, m = whole_sizes(n, n if m is None else m)
         start, step = query_offset(self, n, m, at)
         if n == 0 or m == 0:
             return 0
@@ -292,7 +292,7 @@ class Pattern:
 
     def draw(self, n: int, m: int | None = None, at: At = None) -> str:
         """One line per query: ■ allowed, · not."""
-        n, m = _sizes(n, n if m is None else m)
+        n, m = whole_sizes(n, n if m is None else m)
         if n * m > CHUNK_PAIRS:
             raise ShapeError(
                 f"a picture of {n:,} × {m:,} pairs is too large; draw fewer queries and keys: draw(64)"
@@ -460,7 +460,8 @@ for kind in (Both, Either, Not):
     register(kind)
 
 
-def _sizes(n: Any, m: Any) -> tuple[int, int]:
+def whole_sizes(n: Any, m: Any) -> tuple[int, int]:
+    """Numbers of queries and keys, as whole numbers."""
     for name, size in {"n": n, "m": m}.items():
         if not hasattr(size, "__index__") or size < 0:
             raise SpecError(f"{name}={size!r}: a number of positions needs to be a whole number >= 0")

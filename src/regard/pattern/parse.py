@@ -1,6 +1,7 @@
 """A pattern from its text, as it is written in Python; nothing else is evaluated."""
 
 import ast
+from inspect import signature
 
 from ..errors import FormatError, RegardError, nearest
 from .algebra import KINDS, Pattern
@@ -58,9 +59,11 @@ def _pattern(node: ast.expr, depth: int = 0) -> Pattern:
             raise FormatError(f"{ast.unparse(node)}: {needed}")
         case ast.Call(ast.Name("neighborhood"), arguments, keywords):
             try:
-                given = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
+                given = {str(k.arg): ast.literal_eval(k.value) for k in _once(keywords)}
                 return neighborhood(*map(ast.literal_eval, arguments), **given)
-            except (TypeError, ValueError) as e:
+            except TypeError as e:
+                raise _not_arguments_of(neighborhood, node) from e
+            except ValueError as e:
                 if isinstance(e, RegardError):
                     raise
                 raise FormatError(f"{ast.unparse(node)}: {e}") from e
@@ -71,14 +74,37 @@ def _pattern(node: ast.expr, depth: int = 0) -> Pattern:
                 )
             if word not in words:
                 raise FormatError(f"{word!r} is not a pattern word; {nearest(word, [*words, *MORE_WORDS])}")
-            given = {str(k.arg): _number(k.value, word) for k in keywords}
             try:
+                given = {str(k.arg): _number(k.value, word) for k in _once(keywords)}
                 return words[word](*[_number(a, word) for a in arguments], **given)
             except TypeError as e:
-                raise FormatError(f"{ast.unparse(node)}: {e}") from e
+                raise _not_arguments_of(words[word], node) from e
+        case ast.Name(word) if word in words or word == "neighborhood":
+            raise FormatError(f"{word!r} has no brackets; write {_usage(words.get(word, neighborhood))}")
+        case ast.Attribute(ast.Name("rg" | "regard"), word) | ast.Call(
+            ast.Attribute(ast.Name("rg" | "regard"), word)
+        ):
+            raise FormatError(f"{ast.unparse(node)!r}: a text names words without a module; write {word}(…)")
     raise FormatError(
         f"{ast.unparse(node)!r} is not a pattern; combine {', '.join([*words, *MORE_WORDS])} with &, |, - and ~"
     )
+
+
+def _once(keywords: list[ast.keyword]) -> list[ast.keyword]:
+    """Python's parser leaves it to the compiler to refuse an argument that is given twice."""
+    if len({k.arg for k in keywords}) < len(keywords):
+        raise TypeError("keyword argument repeated")
+    return keywords
+
+
+def _usage(word: type[Pattern]) -> str:
+    """The word with its arguments: window(before, after=None)."""
+    arguments = [str(p.replace(annotation=p.empty)) for p in signature(word).parameters.values()]
+    return f"{word.__name__}({', '.join(arguments)})"
+
+
+def _not_arguments_of(word: type[Pattern], node: ast.expr) -> FormatError:
+    return FormatError(f"{ast.unparse(node)}: these are not its arguments; write {_usage(word)}")
 
 
 def _number(node: ast.expr, word: str) -> int:

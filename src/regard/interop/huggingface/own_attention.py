@@ -8,6 +8,7 @@ masks that it expects, and a warning says so; without this they would get masks 
 import inspect
 import sys
 import warnings
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,15 +18,18 @@ from transformers import PreTrainedModel
 
 from ...pattern import full
 from ..patterned import Intercepted
-from ..use import SDPA, forward_names
+from ..use import SDPA, forward_names, reached_names
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 EAGER = "eager"
 _set_to_eager: WeakValueDictionary[int, Any] = WeakValueDictionary()  # configurations, by their id
 
 
-def install(name: str) -> None:
-    """Let models that are made with, or set to, attn_implementation=name be examined. A second call does nothing."""
+def install(name: str, take_saved: Callable[[Any], None]) -> None:
+    """Let models that are made with, or set to, attn_implementation=name be examined. A second call does nothing.
+
+    take_saved(model) gives such a model the patterns that its configuration saves.
+    """
     check, finish = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
     if hasattr(finish, "regard"):
         return
@@ -37,11 +41,14 @@ def install(name: str) -> None:
             return found
         add_classes(type(self), name)
         initialized = bool(getattr(self, "_modules", None))
+        if initialized:
+            take_saved(self)
         return EAGER if initialized and has_own_attention(self) else found
 
     @wraps(finish)
     def post_init(self):
         finish(self)
+        take_saved(self)
         config = self.config
         if getattr(config, "_attn_implementation", None) == name and has_own_attention(self):
             config._attn_implementation_internal = EAGER
@@ -107,7 +114,9 @@ def has_own_attention(model: Any) -> bool:
 
 
 def _computes(module: nn.Module) -> bool:
-    return bool({"softmax", "matmul", SDPA, "bmm", "einsum"} & set(forward_names(module)))
+    return any(
+        name in ("softmax", "matmul", SDPA, "bmm", "einsum") for name, _ in reached_names(type(module))
+    )
 
 
 def _own_modules(module: Any, config: Any = None) -> Any:

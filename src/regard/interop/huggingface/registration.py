@@ -27,7 +27,8 @@ def register() -> None:
     from .attention import attend
     from .masks import mask
     from .own_attention import install
+    from .patterns import take_saved
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
-    install(NAME)
+    install(NAME, take_saved)

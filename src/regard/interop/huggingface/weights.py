@@ -79,10 +79,11 @@ def _declared(family: Family, config: Any) -> spec.Spec:
     """The spec of a configuration, with the pattern that `rg.use` gave to all of its layers."""
     declared = family.declare(config)
     saved = getattr(config, FIELD, None)
-    if not saved or not saved["layers"]:
+    rows = saved["layers"].values() if saved else ()
+    texts = {tuple(row["patterns"] or ()) for row in rows}
+    if not any(texts):
         return declared
-    texts = {tuple(row["patterns"]) for row in saved["layers"].values()}
-    if len(texts) > 1 or not saved["complete"] or not isinstance(declared, spec.Encoder):
+    if len(texts) > 1 or not isinstance(declared, spec.Encoder):
         raise SpecError(
             "the layers of this model have different patterns (rg.use), and a spec has one for all its layers"
         )
