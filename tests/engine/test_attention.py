@@ -29,6 +29,7 @@ from regard.pattern import (
     lengths,
     prefix,
     rows,
+    selected,
     sinks,
     strided,
     where,
@@ -787,6 +788,12 @@ REFUSED = [
         ShapeError,
         {"pattern": documents(torch.zeros(3, M, dtype=torch.long))},
         "documents(<3×11 ids>) has data for 3 batch rows, and there are 2; give it for each, or for all",
+    ),
+    (
+        ShapeError,
+        {"pattern": selected(torch.zeros(B, H_KV, 3, 1, dtype=torch.long), 4)},
+        "selected(<2×3×3×1 indices>, size=4) has data for 3 heads, and there are 6; give it for each: "
+        "indices.repeat_interleave(2, 1)",
     ),
     (
         ShapeError,

@@ -124,14 +124,15 @@ class Pattern:
             leaf.fits(m, last)
             common = shape or (leaf.varies if compiling else self.data_shape)
             for own, there, axis in zip(leaf.varies, common, ("batch rows", "heads")):
-                if (
-                    type(own) is int and own == 1
-                ):  # a symbol is compared with its like first, which decides it
+                # A symbol is compared with its like first, which decides it.
+                if (type(own) is int and own == 1) or own == there or own == 1:
                     continue
-                if own != there and own != 1:
-                    raise ShapeError(
-                        f"{leaf!r} has data for {own} {axis}, and there are {there}; give it for each, or for all"
-                    )
+                how = "each, or for all"
+                if axis == "heads" and own and there % own == 0:
+                    how = f"each: indices.repeat_interleave({there // own}, 1)"
+                raise ShapeError(
+                    f"{leaf!r} has data for {own} {axis}, and there are {there}; give it for {how}"
+                )
 
     def terms(self) -> Terms:
         """The indicator as a polynomial in those of relations."""
