@@ -104,7 +104,8 @@ def main():
         there = outcomes(path, [f"{path}::{name}" for name in failed], False, folder) if failed else {}
     counts = Counter(outcome for outcome, *_ in here.values())
     called = sum(outcome == "passed" and count > 0 for outcome, count, _ in here.values())
-    failed_here = {name: here[name][2] for name in failed if there[name][0] == "passed"}
+    folder = f"{Path(__file__).parents[1]}{os.sep}"  # results name files by their place in the repository
+    failed_here = {name: here[name][2].replace(folder, "") for name in failed if there[name][0] == "passed"}
     print(f"{dict(counts)}; {called} of the tests that passed called regard", flush=True)
     print(f"{len(failed)} failed, and {len(failed_here)} of these pass with SDPA itself:")
     for name, error in failed_here.items():

@@ -32,8 +32,8 @@ from .merge import by_heads, merge_sink
 
 # Bound once: looking up torch.compiler.is_compiling takes as long as calling it.
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes, compat.autocast_active
-_higher = compat.higher_derivatives
+_transforms, _modes = compat.transforms_active, compat.dispatch_modes
+_autocast, _higher = compat.autocast_active, compat.higher_derivatives
 _plain_sdpa = F.scaled_dot_product_attention
 INTEGERS = torch.int32, torch.int64
 MAX_QUERIES = 64  # of a call whose number of keys may differ from that of an earlier one

@@ -52,7 +52,6 @@ class Backend(Protocol):
 TABLE: dict[str, Backend] = {b.name: b for b in (Reference(), Sdpa(), Tiles(), Triton(), Flex(), Flash4())}
 BACKENDS = ("auto", *TABLE)
 
-
 _named: ContextVar[str] = ContextVar("backend", default="auto")
 _open: list[str] = []  # of all threads: a compiled graph is guarded by a list, and reads no ContextVar
 
@@ -139,8 +138,7 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
     times: list[tuple[float, Backend]] = []
     reasons = []
     for backend in TABLE.values():
-        installed = getattr(backend, "installed", True)  # some need another package
-        if device not in backend.automatic or not installed:
+        if device not in backend.automatic or not getattr(backend, "installed", True):  # some need a package
             continue
         if why := _refusal(backend, f):
             reasons.append(f"{backend.name} cannot: {why}")

@@ -134,8 +134,7 @@ def _gathered(f: CallFacts) -> Prepared | None:
     shapes = [shape for shape in gathered_layout.shapes(*f.place) if f.grad or shape.tiles > 1]
     if not shapes:
         return None
-    times = [_gathering_seconds(f, shape) for shape in shapes]
-    seconds, shape = min(zip(times, shapes), key=lambda pair: pair[0])
+    seconds, shape = min(((_gathering_seconds(f, x), x) for x in shapes), key=lambda pair: pair[0])
     return _by_gathering(f, GATHERED, [shape], seconds, lambda: (gathered_layout.gathered(f.place, shape),))
 
 
@@ -192,8 +191,8 @@ def _concatenated(f: CallFacts) -> Prepared | None:
     if not layouts:
         return None
     saved = max_saved(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v))
-    times = [layout.nanoseconds(f.flat_heads, f.grad, saved) * 1e-9 for layout in layouts]
-    seconds, fastest = min(zip(times, layouts), key=lambda pair: pair[0])
+    times = ((layout.nanoseconds(f.flat_heads, f.grad, saved) * 1e-9, layout) for layout in layouts)
+    seconds, fastest = min(times, key=lambda pair: pair[0])
     note = f"tiles of {max(x.rows for x in fastest.groups)} queries, all keys of a tile in one softmax"
     count, build = lambda: fastest.computed, lambda: _tile_function(f, fastest)
     return Prepared("tiles", CONCATENATED, count, None, build, note, seconds=seconds)
