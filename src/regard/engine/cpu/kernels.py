@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -183,8 +182,8 @@ def join(
 ) -> None:
     """o and lse become those of both sets of keys, in place and without gradients."""
     share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)  # −∞ − (−∞): empty in both
-    o.lerp_(part, rearrange(share, "... -> ... 1"))
-    lse.copy_(torch.logaddexp(lse, part_lse))
+    o.lerp_(part, share.unsqueeze(-1))  # decoding joins parts of a few keys: einops takes as long as the sigmoid
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 # A bias by distance is a vector e of each head. With the rows of a tile in reverse order, the bias of a tile is
