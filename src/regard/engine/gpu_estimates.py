@@ -90,7 +90,9 @@ def triton_dense(f: CallFacts) -> float:
         read = _bytes_read(f) * (READ_TRITON_FLOAT32 if single else READ_TRITON)
         return read + PREPARE_ONE_QUERY / LAYERS
     factor = TWO_WIDTHS if f.d_k != f.d_v and not single else 1.0
-    factor = factor if _may_be_hopper(f.device) else OTHER_GPU
+    # Without a GPU here, a call is explained as on an H200.
+    is_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(f.device)[0] == 9
+    factor = factor if is_hopper else OTHER_GPU
     blocks = _pairs(f) / TILE**2
     prepare = (2 if f.grad else 1) * (PREPARE + blocks * PREPARE_BLOCK)
     longest = min(f.m, TILE * (blocks / PROGRAMS + MIN_EXCESS))
@@ -122,8 +124,3 @@ def _pairs(f: CallFacts) -> float:
 
 def _bytes_read(f: CallFacts) -> int:
     return f.batch * f.kv_heads * f.m * (f.d_k + f.d_v) * f.dtype.itemsize
-
-
-def _may_be_hopper(device: str) -> bool:
-    """Without a GPU here, a call is explained as on an H200."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9

@@ -20,28 +20,24 @@ from ..pattern import causal, full
 from ..position import ByDistance
 from . import reference_backend
 from .call import Attend, Call, CallFacts, Prepared, eager, needs_grad, readable, zero_rows
-from .cpu.kernels import fused_backward, fused_forward
+from .cpu.kernels import PAIR, fused_backward, fused_forward, pair_time
 from .gpu_estimates import sdpa_dense
 from .query_chunks import PAIRS, by_queries
 
-# Seconds per pair: two cores, heads of 64, float32; measured by bench/cpu_patterns.py. Forward, and with backward.
-MASKED, MASKED_GRAD = 1.8e-9, 6.4e-9
-UNMASKED = 0.5  # of that per pair where no mask is read
-LARGE_BLOCKS = 192  # queries from which on the fused operation works in larger blocks, twice as fast
-READ = 0.2e-9  # seconds per number of k and v, where one query of a head reads them
-# Seconds per pair to gather a bias by distance into a table (bench/cpu_bias.py), and its gradient into the bias.
-GATHER, GATHER_GRAD = 9.6e-9, 13.3e-9
-# On a GPU, where a dense pair takes half a picosecond: per pair, and what the CPU needs for the call
-# (bench/gpu_entry_point.py, short).
-GPU_PAIR = 5e-13
-GPU_MASKED, GPU_MASKED_GRAD = 2.0 * GPU_PAIR, 7.0 * GPU_PAIR
-# In 16 bits: 1.6 and 1.7 ps forward, 4.9 and 6.0 with backward (heads of 64 and 128; bench/gpu_terms.py, lengths).
-GPU_MASKED_16, GPU_MASKED_16_GRAD = 3.0 * GPU_PAIR, 9.6 * GPU_PAIR
-GPU_CALL, GPU_CALL_GRAD = 25e-6, 40e-6
+# On two cores (bench/auto_choice.py), forward, and with backward: seconds per call; what lengths or a bias by
+# distance, of which a mask is made, add to it; per pair of each head of that bias; of all heads for its gradient.
+CALL, MASK_CALL, GATHER, GATHER_GRAD = (20e-6, 65e-6), (150e-6, 220e-6), (4.5e-9, 2.6e-9), 5e-9
+# Queries from which on the fused operation has larger blocks; under causal() a query has about (n + 400) / 2 keys.
+LARGE_BLOCKS, NOT_SKIPPED = 192, 400
+# Seconds per number of k and v that one query of a head reads: where they are, and where lengths or a bias copy them.
+READ, COPIED = 0.045e-9, 0.2e-9
+# On a GPU, where a dense pair takes 0.5 ps: per masked pair, in 64 bits and in 16 (1.6 and 1.7 ps forward, 4.9 and
+# 6.0 with backward, for heads of 64 and 128; bench/gpu_terms.py, lengths), so many times as long in wider heads; in
+# float32 per pair and width (bench/gpu_float32.py); and what the CPU needs for the call (bench/gpu_entry_point.py).
+GPU_MASKED, GPU_MASKED_16, GPU_WIDE = (1e-12, 3.5e-12), (1.5e-12, 4.8e-12), (1.3, 1.9)
+GPU_SINGLE, GPU_CALL = (1.2e-13, 4.3e-13), (25e-6, 40e-6)
 GPU_LENGTHS = 100e-6  # to hide keys and make their mask, a dozen operations; by estimate
-GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
-# In float32 with a mask, per pair and width (bench/gpu_float32.py).
-GPU_SINGLE, GPU_SINGLE_GRAD = 1.2e-13, 4.3e-13
+GPU_GATHER, GPU_GATHER_CALL = 4e-12, 130e-6
 REPEATED = 1.3  # forward and backward, where the backward pass computes each chunk again; by the times above
 # How far off a weight may be by the rounding of a log-sum-exp; beyond that, gradients are the formula's.
 MAX_ROUNDING = 1e-4
@@ -65,20 +61,11 @@ class Sdpa:
     def estimate(self, f: CallFacts) -> float:
         """The time of a call that computes every pair, or without a mask every past one."""
         if f.device_type == "cpu":
-            pair = MASKED_GRAD if f.grad else MASKED
-            if f.unmasked:
-                reads = f.heads // f.kv_heads if f.n == 1 else 1  # of the keys of a group
-                return UNMASKED * f.pairs * pair * reads
-            if f.bias == "distance":
-                return f.pairs * (pair + (GATHER_GRAD if f.bias_grad else GATHER))
-            if f.n == 1:  # the time that it takes to read k and v
-                return f.flat_heads * f.m * (f.d_k + f.d_v) * READ * (3 if f.grad else 1)
-            return f.pairs * pair * (1 if f.n >= LARGE_BLOCKS else 2)
-        call = GPU_CALL_GRAD if f.grad else GPU_CALL
+            return _on_two_cores(f)
+        call = GPU_CALL[f.grad] + (GPU_LENGTHS if f.lengths else 0.0)
         if f.unmasked:
             return sdpa_dense(f) + call
         pair = _masked_pair(f)
-        call += GPU_LENGTHS if f.lengths else 0.0
         if f.bias == "distance":
             pair, call = pair + GPU_GATHER, call + GPU_GATHER_CALL
         repeated = f.grad and f.n * f.m > PAIRS and f.bias != "tensor" and not f.table
@@ -100,6 +87,19 @@ class Sdpa:
         return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, chunked, build)
 
 
+def _on_two_cores(f: CallFacts) -> float:
+    makes_mask = f.lengths or f.bias == "distance"
+    call = CALL[f.grad] + (MASK_CALL[f.grad] if makes_mask else 0.0)
+    if f.n == 1:  # the time that it takes to read k and v
+        numbers = f.flat_heads * f.m * (f.d_k + f.d_v) * f.dtype.itemsize / 4
+        return numbers * (COPIED if makes_mask else READ) * (3 if f.grad else 1) + call / 2
+    if f.bias == "distance":
+        call += f.heads * f.n * f.m * GATHER[f.grad] + (f.pairs * GATHER_GRAD if f.bias_grad else 0.0)
+    keys = min(f.m, (f.m + NOT_SKIPPED) / 2) if f.unmasked and isinstance(f.pattern, causal) else f.m
+    pairs = f.flat_heads * f.n * keys * (1.15 if f.n < LARGE_BLOCKS else 1.0)
+    return pairs * PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype) + call
+
+
 def _holds_scores(f: CallFacts) -> bool:
     """Whether PyTorch computes a masked call by its formula, which stores the scores of every head."""
     if f.device_type != "cuda":
@@ -111,11 +111,9 @@ def _holds_scores(f: CallFacts) -> bool:
 def _masked_pair(f: CallFacts) -> float:
     """Seconds of a pair on a GPU, with the backward pass if there is one."""
     if f.dtype == torch.float32:
-        return (GPU_SINGLE_GRAD if f.grad else GPU_SINGLE) * f.d_k
-    half = f.dtype.itemsize == 2
-    if not f.grad:
-        return (GPU_MASKED_16 if half else GPU_MASKED) * (1.0 if f.d_k <= 128 else 1.3)  # heads of 192
-    return (GPU_MASKED_16_GRAD if half else GPU_MASKED_GRAD) * (1.0 if f.d_k <= 128 else 1.9)
+        return GPU_SINGLE[f.grad] * f.d_k
+    pair = (GPU_MASKED_16 if f.dtype.itemsize == 2 else GPU_MASKED)[f.grad]
+    return pair * (1.0 if f.d_k <= 128 else GPU_WIDE[f.grad])
 
 
 def _is_direct(f: CallFacts) -> bool:

@@ -164,7 +164,7 @@ def test_it_says_how_it_is_cut_and_how_many_pairs_it_computes():
     result = explain(window(8) | every(32), 256)
     assert (result.backend, result.variant) == ("tiles", GATHERED)
     shapes = [s for s in gathered_layout.shapes(window(8) | every(32), 256, 256, 0, 1) if s.tiles > 1]
-    shape = min(shapes, key=lambda s: gathered_layout.nanoseconds(s, 256, heads=8, d=64, grad=False))
+    shape = min(shapes, key=lambda s: gathered_layout.nanoseconds(s, 256, 8, 64, torch.float32, grad=False))
     assert result.computed == shape.pairs == shape.tiles * shape.rows * shape.keys < 256 * 256 / 2
     text = f"{shape.tiles} × {shape.rows} queries, each time over the {shape.keys} keys gathered for them"
     assert result.reason.endswith(f"; {text}") and result.passes == ()

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...pattern import At, Pattern, full, tree, where
+from ...pattern import At, Pattern, causal, full, tree, where
 from ...pattern.one_query import keys_of_query
 from ...position import ByDistance
 from ...reference import softcapped
@@ -28,24 +28,28 @@ from ..call import Call, CallFacts, Outputs, Prepared, computed_in, needs_grad, 
 from ..compiled_ops import sparse_attention
 from ..plan import NoPlan, why_masked
 from . import documents, gathered_layout
-from .kernels import fused_forward, join, max_saved
+from .gathered_layout import Gathering, Shape
+from .kernels import PAIR, fused_forward, join, max_saved, pair_time
 from .layout import Layout
 from .strided_layout import concatenated_layouts, layout
 from .tiles import TileAttention, attend
 
-EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
-SAFETY_MARGIN = 0.85  # calls of 512 positions took up to 1.15 times their estimate
+SAFETY_MARGIN = 0.9  # nine of ten calls take at most 1.4 times their estimate (bench/auto_choice.py)
+MAX_CAUSAL = (
+    1024  # queries up to which PyTorch's attention computes more than half of the pairs that causal() hides
+)
 DROPOUT = 2.0  # how many times as long as the fused operation tiles of scores take in PyTorch operations
-# Seconds per pair of a bias by distance, and what a call takes more than a masked one: for a bias that is fixed the
-# two meet at 2¹⁸ pairs, or 2²¹ with backward (bench/cpu_bias.py); one that is learned is faster here at any size.
-BIAS, BIAS_GRAD = 1.3e-9, 10e-9
-BIAS_CALL, BIAS_CALL_GRAD = 10.1e-9 * 2**18, 5.99e-9 * 2**21
+# A bias by distance takes this many times as long, and seconds more per call; of keys within lengths this share is
+# taken as visible, and each batch row takes so many seconds.
+BIAS, BIAS_CALL = 1.15, (120e-6, 200e-6)
+VISIBLE, LENGTHS_ROW = 0.7, (100e-6, 500e-6)
 
 GATHERED, CONCATENATED, MERGED = "short sequence: gathered keys", "concatenated keys", "merged tiles"
 LISTED, ONE_QUERY, PACKED = "gathered keys", "one query", "packed documents"
 BY_DISTANCE, WITH_DROPOUT = "bias by distance", "dropout"
-# Seconds of one query: of a call, of a progression of keys, and per number of k and v.
-QUERY_CALL, QUERY_PART, QUERY_NUMBER = 40e-6, 15e-6, 0.12e-9
+# Seconds of one query: of a call, of a progression of keys, and per number of k and v; and the same with other terms.
+ONE, ONE_WITH_TERMS = (10e-6, 16e-6, 0.055e-9), (60e-6, 25e-6, 0.1e-9)
+Gather = Callable[[], tuple[Gathering, ...]]
 Keys = list[tuple[slice | Tensor, int]]  # of one query: a progression, or positions one by one; their number
 
 
@@ -67,8 +71,12 @@ class Tiles:
         return why_masked(*f.place)
 
     def estimate(self, f: CallFacts) -> float:
-        if f.unmasked:  # the same products as without tiles, and more steps
-            return f.pairs * (EVERY_PAIR_GRAD if f.grad else EVERY_PAIR) * (DROPOUT if f.dropout_p else 1.0)
+        past = isinstance(f.pattern, causal)
+        if (
+            f.unmasked and f.n > 1 and (f.n > MAX_CAUSAL or not past)
+        ):  # without a plan: no less than without tiles
+            every_pair = f.pairs * PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype) * (0.7 if past else 1.05)
+            return every_pair * (DROPOUT if f.dropout_p else 1.0) + 1e-4
         return self.prepare(f).seconds
 
     def prepare(self, f: CallFacts) -> Prepared:
@@ -138,8 +146,8 @@ def _gathered(f: CallFacts) -> Prepared | None:
     return _by_gathering(f, GATHERED, [shape], seconds, lambda: (gathered_layout.gathered(f.place, shape),))
 
 
-def _gathering_seconds(f: CallFacts, shape: gathered_layout.Shape) -> float:
-    return gathered_layout.nanoseconds(shape, f.n, f.flat_heads, (f.d_k + f.d_v) // 2, f.grad) * 1e-9
+def _gathering_seconds(f: CallFacts, shape: Shape) -> float:
+    return gathered_layout.nanoseconds(shape, f.n, f.flat_heads, (f.d_k + f.d_v) // 2, f.dtype, f.grad) * 1e-9
 
 
 def _listed(f: CallFacts, split: documents.Split) -> Prepared | str:
@@ -162,13 +170,7 @@ def _listed(f: CallFacts, split: documents.Split) -> Prepared | str:
     return _by_gathering(f, LISTED, shapes, _gathering_seconds(f, average), lambda: gatherings)
 
 
-def _by_gathering(
-    f: CallFacts,
-    name: str,
-    shapes: list[gathered_layout.Shape],
-    seconds: float,
-    gather: Callable[[], tuple[gathered_layout.Gathering, ...]],
-) -> Prepared:
+def _by_gathering(f: CallFacts, name: str, shapes: list[Shape], seconds: float, gather: Gather) -> Prepared:
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         gatherings = gather()
         layout = gathered_layout.GatheredLayout(gatherings, *f.like())
@@ -191,7 +193,8 @@ def _concatenated(f: CallFacts) -> Prepared | None:
     if not layouts:
         return None
     saved = max_saved(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v))
-    times = ((layout.nanoseconds(f.flat_heads, f.grad, saved) * 1e-9, layout) for layout in layouts)
+    pair = pair_time(f.d_k, f.d_v, f.dtype)
+    times = ((layout.nanoseconds(f.flat_heads, f.grad, saved, pair) * 1e-9, layout) for layout in layouts)
     seconds, fastest = min(times, key=lambda pair: pair[0])
     note = f"tiles of {max(x.rows for x in fastest.groups)} queries, all keys of a tile in one softmax"
     count, build = lambda: fastest.computed, lambda: _tile_function(f, fastest)
@@ -210,14 +213,15 @@ def _tile_function(f: CallFacts, layout: Any) -> TileAttention:
 
 def _merged(f: CallFacts, layouts: tuple[Layout, ...] | None = None) -> Prepared:
     """By merged layouts: with bias and dropout, lengths, the log-sum-exp. layouts: of documents."""
-    if f.bias == "distance" and (f.bias_grad or not f.dropout_p):
-        call = 0.0 if f.bias_grad else BIAS_CALL_GRAD if f.grad else BIAS_CALL
-        seconds = f.pairs * (BIAS_GRAD if f.grad or f.bias_grad else BIAS) + call
-    else:
-        if layouts is None:
-            layouts = () if torch.compiler.is_compiling() else _layouts(f)
-        seconds = sum(x.nanoseconds(f.flat_heads // len(layouts), f.grad) for x in layouts) * 1e-9
-        seconds *= DROPOUT if f.dropout_p else 1.0
+    if layouts is None:
+        layouts = () if torch.compiler.is_compiling() else _layouts(f)
+    factor = DROPOUT if f.dropout_p else BIAS if f.bias == "distance" else 1.0
+    pair = factor * pair_time(f.d_k, f.d_v, f.dtype)
+    seconds = sum(x.nanoseconds(f.flat_heads // len(layouts), f.grad, 0, pair) for x in layouts) * 1e-9
+    if f.lengths:
+        seconds = VISIBLE * seconds + f.batch * LENGTHS_ROW[f.grad]
+    if f.bias == "distance":
+        seconds += BIAS_CALL[f.grad]
     without_terms = PACKED if f.pattern.has_data else MERGED
     name = BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT if f.dropout_p else without_terms
 
@@ -260,10 +264,12 @@ def _is_one_query(f: CallFacts) -> bool:
 def _one_query(f: CallFacts) -> Prepared:
     keys, rows = _visible_keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.lengths else 1
     key_count, numbers_per_key = sum(size for _, size in keys), f.batch * f.kv_heads * (f.d_k + f.d_v)
-    seconds = rows * (QUERY_CALL + len(keys) * QUERY_PART) + numbers_per_key * key_count * QUERY_NUMBER
-    if f.grad:  # the gradient of each part is a tensor as long as the cache
-        seconds = 3 * seconds + len(keys) * numbers_per_key * f.m * QUERY_NUMBER
     direct = _plain(f) and not f.grad
+    call, part, number = ONE if direct else ONE_WITH_TERMS
+    number *= f.dtype.itemsize / 4
+    seconds = rows * (call + len(keys) * part) + numbers_per_key * key_count * number
+    if f.grad:  # the gradient of each part is a tensor as long as the cache
+        seconds = 3 * seconds + len(keys) * numbers_per_key * f.m * number
     build = (lambda: lambda q, k, v: _fused_one_query(q, k, v, keys, f.factor)[0]) if direct else None
     run = lambda call: _attend_one_query(call, f.offset[0])  # noqa: E731
     return Prepared("tiles", ONE_QUERY, lambda: key_count, run, build, seconds=seconds)

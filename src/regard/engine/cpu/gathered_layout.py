@@ -20,7 +20,7 @@ from ...pattern import BlockGrid, Pattern, neighborhood
 from ...pattern.classification import BLOCK
 from ...pattern.parts import row_steps
 from ..call import Place
-from .kernels import SAVED_WEIGHTS, Buffers, product
+from .kernels import SAVED_WEIGHTS, Buffers, pair_time, product
 
 MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
 KEY_MULTIPLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
@@ -46,17 +46,16 @@ class Shape(NamedTuple):
         return self.tiles * self.rows * self.keys
 
 
-def nanoseconds(shape: Shape, n: int, heads: int, d: int, grad: bool) -> float:
-    """An estimate on two cores: pairs, queries, tiles, the rows that are copied, the call itself."""
+def nanoseconds(shape: Shape, n: int, heads: int, d: int, dtype: torch.dtype, grad: bool) -> float:
+    """An estimate on two cores: pairs, queries, the rows that are copied, the call itself."""
     row_step, tiles, rows, keys = shape
     copied = (6 if grad else 2) * tiles * keys * (tiles > 1)
     copied += (5 if grad else 2) * n * (row_step > 1 or tiles * rows > n)
-    pair, query, tile, call = (5.5, 0.0, 0.0, 6e5) if grad else (2.0, 50.0, 1.5e3, 5e4)
+    pair, query, call = (5.4, 25.0, 1e5) if grad else (1.5, 25.0, 3e4)
     pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
     pair *= 1.3 if grad and heads * shape.pairs > SAVED_WEIGHTS[0] else 1.0  # some are computed a second time
-    width = d / 64
-    row = (75.0 if row_step > 1 and heads * n * d > MAX_L2_NUMBERS else 25.0) * width
-    per_head = shape.pairs * pair * (0.3 + 0.7 * width) + n * query + tiles * tile + copied * row
+    row = (18.0 if row_step > 1 and heads * n * d > MAX_L2_NUMBERS else 6.0) * d / 64 * dtype.itemsize / 4
+    per_head = shape.pairs * pair * pair_time(d, d, dtype) + n * query + copied * row
     return heads * per_head + call
 
 

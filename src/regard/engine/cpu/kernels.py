@@ -30,6 +30,8 @@ LOG2E = log2(e)
 MAX_VIEWS = 256  # shapes that a set of buffers remembers
 MAX_POOLED = 16  # sets of buffers that wait for a call: more threads than that allocate their own
 SAVED_WEIGHTS = 1 << 21, 1 << 24  # weights that may be saved for the backward pass: 8 to 64 MiB in float32
+# Seconds per pair of heads of 64 in float32 on two cores, forward, and with backward (bench/auto_choice.py).
+PAIR = 1.6e-9, 5.6e-9
 
 # Memory: buffers that one call after another writes to, and what the C library keeps.
 
@@ -98,6 +100,11 @@ def keep_freed_memory() -> None:
 def max_saved(numbers: int) -> int:
     """How many weights the backward pass may find saved. numbers: those that q, k, v and o have together."""
     return min(max(numbers, SAVED_WEIGHTS[0]), SAVED_WEIGHTS[1])
+
+
+def pair_time(d_k: int, d_v: int, dtype: torch.dtype) -> float:
+    """The time of a pair in heads of 64 in float32 is 1: products take longer in wider heads, exp does not."""
+    return (0.23 + 0.77 * (d_k + d_v) / 128) * (2.1 if dtype == torch.float64 else 1.0)
 
 
 # Products, and what lies between them.
@@ -182,7 +189,9 @@ def join(
 ) -> None:
     """o and lse become those of both sets of keys, in place and without gradients."""
     share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)  # −∞ − (−∞): empty in both
-    o.lerp_(part, share.unsqueeze(-1))  # decoding joins parts of a few keys: einops takes as long as the sigmoid
+    o.lerp_(
+        part, share.unsqueeze(-1)
+    )  # decoding joins parts of a few keys: einops takes as long as the sigmoid
     torch.logaddexp(lse, part_lse, out=lse)
 
 

@@ -40,13 +40,14 @@ MAX_CACHED_MASK = 1 << 20  # pairs of a mask that is kept between calls
 # rounded: in small groups that can err by more than twice what autograd's softmax does.
 MIN_FUSED_SCORES = 1 << 13
 # Nanoseconds per pair, row and key of a head, and per call: forward; forward and backward. On two cores, for heads of
-# 64 in float32, where a pair of full SDPA takes 1.8 and 6.4, and one of masked SDPA 2.2 and 7.1. Fitted to
-# bench/cpu_patterns.py --group small.
+# 64 in float32, where a pair of SDPA takes 1.6 and 5.6. Fitted to bench/cpu_patterns.py --group small, then all by
+# one factor to calls drawn by bench/auto_choice.py.
 Cost = tuple[float, float, float, float]
-PRODUCTS: tuple[Cost, Cost] = (2.8, 60.0, 0.0, 120e3), (9.0, 180.0, 40.0, 400e3)
-FUSED: tuple[Cost, Cost] = (2.1, 210.0, 0.0, 120e3), (7.7, 390.0, 110.0, 300e3)
-FUSED_NARROW: tuple[Cost, Cost] = (3.4, 255.0, 0.0, 120e3), (12.5, 580.0, 110.0, 300e3)
-CONCATENATED: tuple[Cost, Cost] = (2.3, 60.0, 60.0, 100e3), (8.2, 100.0, 400.0, 300e3)
+PRODUCTS: tuple[Cost, Cost] = (1.9, 41.0, 0.0, 82e3), (6.1, 122.0, 27.0, 272e3)
+FUSED: tuple[Cost, Cost] = (1.43, 143.0, 0.0, 82e3), (5.2, 265.0, 75.0, 204e3)
+FUSED_NARROW: tuple[Cost, Cost] = (2.3, 173.0, 0.0, 82e3), (8.5, 394.0, 75.0, 204e3)
+CONCATENATED: tuple[Cost, Cost] = (1.56, 41.0, 41.0, 68e3), (5.6, 68.0, 272.0, 204e3)
+MERGED_CALL, RECOMPUTED = (40e3, 150e3), 2.7  # of a call; per weight that the backward pass computes again
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +142,8 @@ class TileGroup:
             return self.tiles >= MIN_TILES or self.cycle > 1
         return not self.split and (self.tiles > 8 or self.tiles * self.rows * self.keys >= ONE_HEAD_SCORES)
 
-    def nanoseconds(self, heads: int, grad: bool, fused: bool) -> float:
-        """An estimate for the fused op or for products."""
+    def nanoseconds(self, heads: int, grad: bool, fused: bool, pair_time: float = 1.0) -> float:
+        """An estimate for the fused op or for products. pair_time: see `kernels.pair_time`."""
         pairs, rows, keys, calls = float(self.pairs), self.tiles * self.rows, self.tiles * self.keys, 1
         if self.concatenated:
             costs, keys = CONCATENATED, rows * len(self.shared)  # a cost per row for each shared part
@@ -154,7 +155,7 @@ class TileGroup:
             if self.row_step > 1:  # what a product writes is contiguous, and copied from there
                 rows, keys = 2 * rows, 2 * keys
         pair, row, key, call = costs[grad]
-        return heads * (pairs * pair + rows * row + keys * key) + calls * call
+        return heads * (pairs * pair + rows * row + keys * key) * pair_time + calls * call
 
     @cached_property
     def row_numbers(self) -> Ints:
@@ -388,7 +389,7 @@ class Layout:
     step: int
     groups: tuple[TileGroup, ...]
     _pieces: dict[int, list[Piece]] = field(default_factory=dict, init=False, repr=False)  # by heads
-    _times: dict[tuple[int, bool, int], float] = field(default_factory=dict, init=False, repr=False)
+    _times: dict[tuple[int, bool, int, float], float] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def computed(self) -> int:
@@ -461,13 +462,11 @@ class Layout:
             self._pieces[heads] = sorted(pieces, key=lambda p: p.heads.start if p.group.by_head else -1)
         return self._pieces[heads]
 
-    def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0) -> float:
+    def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0, pair_time: float = 1.0) -> float:
         """An estimate. saved: how many weights of concatenated keys the backward pass does not compute again."""
-        if (time := self._times.get((heads, grad, saved))) is None:
-            time = sum(group.nanoseconds(heads, grad, group.fused) for group in self.groups)
-            if not self.concatenated:
-                time += 1.5e6 if grad else 0.5e6
-            else:
-                time += 3e6 + 4.0 * max(heads * self.computed - saved, 0) if grad else 0.7e6
-            self._times[heads, grad, saved] = time
+        if (time := self._times.get((heads, grad, saved, pair_time))) is None:
+            time = sum(group.nanoseconds(heads, grad, group.fused, pair_time) for group in self.groups)
+            again = max(heads * self.computed - saved, 0) if grad else 0
+            time += RECOMPUTED * pair_time * again if self.concatenated else MERGED_CALL[grad]
+            self._times[heads, grad, saved, pair_time] = time
         return time

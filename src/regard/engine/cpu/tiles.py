@@ -35,6 +35,7 @@ from .layout import Layout, Piece, TileGroup
 
 AnyPiece = Piece | GatheredPiece
 Tensors = dict[str, Tensor]  # by name
+Gradients = tuple[Tensor | None, ...]
 Weights = list[Tensor | None]  # of each piece its weights, or None where they are computed a second time
 
 
@@ -301,9 +302,7 @@ class TileAttention:
 
     # Backward.
 
-    def backward(
-        self, buffers: Buffers, do: Tensor, saved: "Saved", of_bias: bool
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, buffers: Buffers, do: Tensor, saved: "Saved", of_bias: bool) -> Gradients:
         """The gradients of q, k, v and e from those of o and lse."""
         rows, keys, scale, factor = self._inputs(saved.q, saved.k, saved.v, saved.e)
         do, gathered = do.contiguous(), isinstance(self.layouts[0], GatheredLayout)
@@ -391,9 +390,7 @@ class _Attend(torch.autograd.Function):
 _apply = compat.apply_of(_Attend)
 
 
-def _double_backward(
-    grads: tuple, inputs: tuple, e: Tensor | None, call: TileAttention
-) -> tuple[Tensor | None, ...]:
+def _double_backward(grads: tuple, inputs: tuple, e: Tensor | None, call: TileAttention) -> Gradients:
     """The gradients of q, k, v and e by the formula, which can be differentiated. grads: of o and lse."""
     if call.dropout_p or call.pattern_and_offset is None:
         raise BackendError(
@@ -435,7 +432,7 @@ def attend_backward(
     call: TileAttention,
     bias: ByDistance | None,
     of_bias: bool,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """The gradients of q, k, v, table and slopes, for an operation that a compiler sees as one. grads: of o and lse;
     saved: q, k, v, o, lse."""
     dtype = computed_in(grads[0].dtype)

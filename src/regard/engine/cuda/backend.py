@@ -56,7 +56,8 @@ class Triton:
         if f.unmasked:
             return triton_dense(f) + _call(f)
         if isinstance(packed := _pattern(f), Packed):
-            return _of_documents(f, packed)
+            computed = f.flat_heads * packed.pairs(f.n, f.offset[0]) / packed.rows
+            return triton_documents(f, computed) + (CALL_GRAD if f.grad else CALL)
         rows = 0.0 if f.grad else f.flat_heads * f.n * QUERY
         return f.flat_heads * _computed(f) * _pair(f) + rows + _call(f)
 
@@ -102,11 +103,6 @@ def _pattern(f: CallFacts) -> Pattern:
         return f.pattern
     result = for_hopper(f)
     return f.pattern if isinstance(result, str) else result
-
-
-def _of_documents(f: CallFacts, packed: Packed) -> float:
-    computed = f.flat_heads * packed.pairs(f.n, f.offset[0]) / packed.rows
-    return triton_documents(f, computed) + (CALL_GRAD if f.grad else CALL)
 
 
 def _computed(f: CallFacts) -> int:
