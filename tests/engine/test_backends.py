@@ -32,7 +32,7 @@ def chosen(*given, **more):
 def test_auto_takes_the_backend_that_fits():
     assert chosen(rg.full()) == chosen(rg.causal()) == chosen(rg.causal(), 1, 4096) == "sdpa"
     assert (
-        chosen(rg.full(), 512) == chosen(rg.causal(), 16) == chosen(rg.causal(), 512, dropout_p=0.1) == "sdpa"
+        chosen(rg.full(), 512) == chosen(rg.causal(), 16) == chosen(rg.causal(), 64, dropout_p=0.1) == "sdpa"
     )
     assert chosen(SPARSE) == chosen(SPARSE, grad=True) == chosen(rg.dilated(8, 16)) == "tiles"
     assert chosen(rg.window(2) | rg.every(4), 16) == "sdpa"  # too small to gain
@@ -51,7 +51,9 @@ def test_auto_takes_the_backend_that_fits():
         assert chosen(biased, 16, return_lse=True, **kinds) == "tiles"
     assert chosen(SPARSE, 16, 4096, bias="distance", d_k=16, d_v=16) == "tiles"  # few pairs of many
     assert chosen(rg.causal(), 1, 4096, bias="distance") == "tiles"  # it reads k and v where they are
-    assert chosen(SPARSE, dropout_p=0.1) == "tiles" and chosen(rg.full(), dropout_p=0.1) == "sdpa"
+    # With dropout PyTorch computes its formula, which holds tables of all pairs.
+    assert chosen(SPARSE, dropout_p=0.1) == chosen(rg.causal(), dropout_p=0.1, grad=True) == "tiles"
+    assert chosen(rg.causal(), 64, dropout_p=0.1, grad=True) == "sdpa"
     assert chosen(SPARSE, scale=inf) == "reference"
     assert chosen(rg.causal(), return_lse=True) == chosen(SPARSE, return_lse=True) == "tiles"
     assert chosen(SPARSE, return_lse=True, bias="tensor") == "reference"
@@ -65,6 +67,9 @@ def test_short_causal_calls_run_in_tiles_because_sdpa_computes_their_hidden_pair
 
     short = [variant(n, grad=grad) for n in (384, 512) for grad in (False, True)]
     assert set(short) == {("tiles", "concatenated keys")} and variant(2048) == ("sdpa", "dense")
+    assert variant(512, d_k=16, d_v=16) == ("sdpa", "dense")  # what is between the products counts more there
+    f = facts(rg.causal(), 1000)
+    assert TABLE["tiles"].estimate(f) == TABLE["tiles"].prepare(f).seconds  # it is planned
     assert variant(512, m=600)[0] == "tiles" and variant(512, dtype=torch.bfloat16) == ("sdpa", "dense")
 
 

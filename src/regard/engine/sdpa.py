@@ -24,9 +24,10 @@ from .cpu.kernels import PAIR, fused_backward, fused_forward, pair_time
 from .gpu_estimates import sdpa_dense
 from .query_chunks import PAIRS, by_queries
 
-# On two cores (bench/auto_choice.py), forward, and with backward: seconds per call; what lengths or a bias by
-# distance, of which a mask is made, add to it; per pair of each head of that bias; of all heads for its gradient.
-CALL, MASK_CALL, GATHER, GATHER_GRAD = (20e-6, 65e-6), (150e-6, 220e-6), (4.5e-9, 2.6e-9), 5e-9
+# On two cores (bench/auto_choice.py), forward, and with backward: seconds per call; what a mask of lengths or of a
+# bias by distance adds; per pair of a head of that bias, and of all heads for its gradient or with dropout.
+CALL, MASK_CALL = (20e-6, 65e-6), (150e-6, 220e-6)
+GATHER, GATHER_GRAD, DROPPED = (4.5e-9, 2.6e-9), 5e-9, (4e-9, 5e-9)
 # Queries from which on the fused operation has larger blocks; under causal() a query has about (n + 400) / 2 keys.
 LARGE_BLOCKS, NOT_SKIPPED = 192, 400
 # Seconds per number of k and v that one query of a head reads: where they are, and where lengths or a bias copy them.
@@ -97,7 +98,8 @@ def _on_two_cores(f: CallFacts) -> float:
         call += f.heads * f.n * f.m * GATHER[f.grad] + (f.pairs * GATHER_GRAD if f.bias_grad else 0.0)
     keys = min(f.m, (f.m + NOT_SKIPPED) / 2) if f.unmasked and isinstance(f.pattern, causal) else f.m
     pairs = f.flat_heads * f.n * keys * (1.15 if f.n < LARGE_BLOCKS else 1.0)
-    return pairs * PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype) + call
+    dropped = DROPPED[f.grad] if f.dropout_p and not f.bias_grad else 0.0
+    return pairs * (PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype) + dropped) + call
 
 
 def _holds_scores(f: CallFacts) -> bool:

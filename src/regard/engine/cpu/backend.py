@@ -38,7 +38,7 @@ SAFETY_MARGIN = 0.9  # nine of ten calls take at most 1.4 times their estimate (
 MAX_CAUSAL = (
     1024  # queries up to which PyTorch's attention computes more than half of the pairs that causal() hides
 )
-DROPOUT = 2.0  # how many times as long as the fused operation tiles of scores take in PyTorch operations
+DROPOUT = 2.5  # how many times as long as the fused operation tiles of scores take in PyTorch operations
 # A bias by distance takes this many times as long, and seconds more per call; of keys within lengths this share is
 # taken as visible, and each batch row takes so many seconds.
 BIAS, BIAS_CALL = 1.15, (120e-6, 200e-6)
@@ -72,11 +72,9 @@ class Tiles:
 
     def estimate(self, f: CallFacts) -> float:
         past = isinstance(f.pattern, causal)
-        if (
-            f.unmasked and f.n > 1 and (f.n > MAX_CAUSAL or not past)
-        ):  # without a plan: no less than without tiles
-            every_pair = f.pairs * PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype) * (0.7 if past else 1.05)
-            return every_pair * (DROPOUT if f.dropout_p else 1.0) + 1e-4
+        # Dense calls take as long as without tiles, or longer; that needs no plan, which is large for long sequences.
+        if f.unmasked and f.n > 1 and not f.dropout_p and not (past and f.n <= MAX_CAUSAL):
+            return f.pairs * (0.7 if past else 1.05) * PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype) + 1e-4
         return self.prepare(f).seconds
 
     def prepare(self, f: CallFacts) -> Prepared:
