@@ -83,8 +83,7 @@ class Sdpa:
         direct = _is_direct(f) and not isinstance(f.pattern, full)  # else the sizes may be symbols
         cached = direct and f.n * f.m <= MAX_CACHED_MASK[f.device_type]
         build = (lambda: _direct_masked_function(f)) if cached else None
-        formula, holds_scores = reference_backend.formula, _holds_scores(f)
-        chunked = lambda call: by_queries(call, _masked, formula, holds_scores)  # noqa: E731
+        chunked = lambda call: by_queries(call, _masked, reference_backend.formula, _holds_scores(f))  # noqa: E731
         return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, chunked, build)
 
 
@@ -98,7 +97,8 @@ def _on_two_cores(f: CallFacts) -> float:
         call += f.heads * f.n * f.m * GATHER[f.grad] + (f.pairs * GATHER_GRAD if f.bias_grad else 0.0)
     keys = min(f.m, (f.m + NOT_SKIPPED) / 2) if f.unmasked and isinstance(f.pattern, causal) else f.m
     pairs = f.flat_heads * f.n * keys * (1.15 if f.n < LARGE_BLOCKS else 1.0)
-    dropped = DROPPED[f.grad] if f.dropout_p and not f.bias_grad else 0.0
+    cached = 1 if f.pairs <= 1 << 22 else 2
+    dropped = cached * DROPPED[f.grad] if f.dropout_p and not f.bias_grad else 0.0
     return pairs * (PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype) + dropped) + call
 
 

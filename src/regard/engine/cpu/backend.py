@@ -38,7 +38,7 @@ SAFETY_MARGIN = 0.9  # nine of ten calls take at most 1.4 times their estimate (
 MAX_CAUSAL = (
     1024  # queries up to which PyTorch's attention computes more than half of the pairs that causal() hides
 )
-DROPOUT = 2.5  # how many times as long as the fused operation tiles of scores take in PyTorch operations
+DROPOUT = 1.5  # what a pair takes more, in PyTorch operations; without it a pair of heads of 64 takes 1
 # A bias by distance takes this many times as long, and seconds more per call; of keys within lengths this share is
 # taken as visible, and each batch row takes so many seconds.
 BIAS, BIAS_CALL = 1.15, (120e-6, 200e-6)
@@ -213,8 +213,8 @@ def _merged(f: CallFacts, layouts: tuple[Layout, ...] | None = None) -> Prepared
     """By merged layouts: with bias and dropout, lengths, the log-sum-exp. layouts: of documents."""
     if layouts is None:
         layouts = () if torch.compiler.is_compiling() else _layouts(f)
-    factor = DROPOUT if f.dropout_p else BIAS if f.bias == "distance" else 1.0
-    pair = factor * pair_time(f.d_k, f.d_v, f.dtype)
+    factor = BIAS if f.bias == "distance" else 1.0
+    pair = factor * pair_time(f.d_k, f.d_v, f.dtype) + (DROPOUT if f.dropout_p else 0.0)
     seconds = sum(x.nanoseconds(f.flat_heads // len(layouts), f.grad, 0, pair) for x in layouts) * 1e-9
     if f.lengths:
         seconds = VISIBLE * seconds + f.batch * LENGTHS_ROW[f.grad]
