@@ -97,8 +97,8 @@ def _on_two_cores(f: CallFacts) -> float:
         call += f.heads * f.n * f.m * GATHER[f.grad] + (f.pairs * GATHER_GRAD if f.bias_grad else 0.0)
     keys = min(f.m, (f.m + NOT_SKIPPED) / 2) if f.unmasked and isinstance(f.pattern, causal) else f.m
     pairs = f.flat_heads * f.n * keys * (1.15 if f.n < LARGE_BLOCKS else 1.0)
-    cached = 1 if f.pairs <= 1 << 22 else 2
-    dropped = cached * DROPPED[f.grad] if f.dropout_p and not f.bias_grad else 0.0
+    tables = (1 if f.pairs <= 1 << 20 else 2) - f.bias_grad  # of the formula, in the caches or not
+    dropped = tables * DROPPED[f.grad] if f.dropout_p else 0.0
     return pairs * (PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype) + dropped) + call
 
 
