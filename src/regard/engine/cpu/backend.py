@@ -35,9 +35,8 @@ from .strided_layout import concatenated_layouts, layout
 from .tiles import TileAttention, attend
 
 SAFETY_MARGIN = 0.9  # nine of ten calls take at most 1.4 times their estimate (bench/auto_choice.py)
-MAX_CAUSAL = (
-    1024  # queries up to which PyTorch's attention computes more than half of the pairs that causal() hides
-)
+# Queries up to which PyTorch's attention computes more than half of the pairs that causal() hides.
+MAX_CAUSAL = 1024
 DROPOUT = 1.5  # what a pair takes more, in PyTorch operations; without it a pair of heads of 64 takes 1
 # A bias by distance takes this many times as long, and seconds more per call; of keys within lengths this share is
 # taken as visible, and each batch row takes so many seconds.

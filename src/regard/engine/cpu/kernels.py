@@ -189,9 +189,8 @@ def join(
 ) -> None:
     """o and lse become those of both sets of keys, in place and without gradients."""
     share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)  # −∞ − (−∞): empty in both
-    o.lerp_(
-        part, share.unsqueeze(-1)
-    )  # decoding joins parts of a few keys: einops takes as long as the sigmoid
+    # Without einops: decoding joins parts of a few keys, where it would take as long as the sigmoid.
+    o.lerp_(part, share.unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
