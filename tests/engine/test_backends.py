@@ -10,6 +10,7 @@ import torch
 
 import regard as rg
 from regard.engine import gpu_estimates, sdpa
+from regard.engine import plan as planner
 from regard.engine.backends import PREPARED, PREPARED_BY_DATA, TABLE, choose
 from regard.engine.call import CallFacts, Prepared
 from regard.engine.cuda import backend as triton_backend
@@ -70,6 +71,32 @@ def test_short_causal_calls_run_in_tiles_because_sdpa_computes_their_hidden_pair
     f = facts(rg.causal(), 500)
     assert TABLE["tiles"].estimate(f) == TABLE["tiles"].prepare(f).seconds  # it is planned
     assert variant(512, m=600)[0] == "tiles" and variant(512, dtype=torch.bfloat16) == ("sdpa", "dense")
+
+
+def test_a_few_queries_at_a_new_position_are_planned_once():
+    def plans(*given, **more):
+        before = planner._cached.cache_info().misses
+        choose(facts(*given, **more))
+        return planner._cached.cache_info().misses - before
+
+    both = rg.causal() & (rg.window(131) | rg.every(61))
+    assert plans(both, 13, 4099, at=3001) == plans(both, 64, 4099, at=3001) == 1  # one tile of queries
+    assert plans(both, 13, 4099, at=3001) == 0 and plans(both, 65, 4099, at=3001) > 1
+
+
+def test_offsets_by_batch_row_count_their_masks_and_their_plans():
+    def one_query(m, batch=8):
+        return chosen(SPARSE, 1, m, batch=batch, kv_heads=2, row_offsets=True)
+
+    # SDPA reads all keys and makes a mask of each row; one query needs no plan, several need one for each row.
+    assert one_query(2048) == one_query(2048, batch=2) == one_query(2048, batch=32) == "tiles"
+    assert chosen(SPARSE, 16, 2048, batch=8, row_offsets=True) == "sdpa"
+    assert chosen(SPARSE, 16, 2048, batch=8) == "tiles"
+    assert chosen(SPARSE, 256, 4096, batch=4, row_offsets=True) == "tiles"
+    masked = {"n": 256, "m": 2048, "batch": 8, "kv_heads": 1}
+    for heads, least in ((1, 3), (8, 1.3)):  # the heads of a row share its mask
+        of_rows, of_all = (facts(SPARSE, heads=heads, row_offsets=rows, **masked) for rows in (True, False))
+        assert least < TABLE["sdpa"].estimate(of_rows) / TABLE["sdpa"].estimate(of_all) < 2 * least
 
 
 def test_estimates_on_a_cpu_know_width_dtype_lengths_and_groups():

@@ -30,7 +30,7 @@ from regard.pattern import (
     window,
 )
 from regard.pattern.clauses import clauses
-from regard.pattern.parts import ALL, LIMITS, NONE, SOME, cover
+from regard.pattern.parts import ALL, LIMITS, NONE, SOME, cover, divide
 
 
 def transposed(*place):
@@ -381,6 +381,23 @@ def test_a_plan_is_made_once():
     assert plan(window(3), 50, 50, 0, 1) is first
     assert plan(window(3), 50, 50, 0, 1, 64) is not first
     assert transposed(window(3), 50, 50, 0, 1) is not first
+
+
+def test_the_passes_of_the_cheapest_candidate_are_those_that_were_compared(monkeypatch):
+    divided = []
+
+    def counted(*arguments):
+        divided.append(arguments)
+        return divide(*arguments)
+
+    monkeypatch.setattr(planner, "divide", counted)
+    pattern = causal() & (window(61) | strided(67))
+    made = plan(pattern, 4099, 4099, 0, 1)  # neighbors; residue classes; two passes, in either order
+    assert len(made.passes) == 2 and len(divided) == 6
+    divided.clear()
+    long = planner.SAMPLE_TILES * 128 + 1  # more tiles than a sample has: what was compared is not all
+    plan(window(61) | strided(67), long, long, 0, 1)
+    assert len(divided) > 6
 
 
 def test_a_plan_of_a_million_queries_is_small():

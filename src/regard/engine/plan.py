@@ -112,17 +112,19 @@ class Request:
             ends = np.append(ends, multiples * tiling.grid)
         return cut_tiles(self.xs, self.tile, tiling.row_step, self.xs.index(ends))
 
-    def cost(self, tiling: Tiling) -> float:
-        """What a pass costs, in pairs, estimated from a sample of its tiles."""
-        tiling = replace(tiling, pattern=_without_row_classes(tiling.pattern, self.by_keys))
-        tiles = self.tiles(tiling)
+    def cost(self, tiling: Tiling) -> tuple[float, Pass | None]:
+        """What a pass costs, in pairs, estimated from a sample of its tiles; and the pass, if these are all."""
+        priced = replace(tiling, pattern=_without_row_classes(tiling.pattern, self.by_keys))
+        tiles = self.tiles(priced)
         sample = tiles.sample(SAMPLE_TILES)
-        sampled = self.make_pass(tiling, sample)
+        sampled = self.make_pass(priced, sample)
         rows = (sampled.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
         keys = sampled.parts[:, 2] * np.where(sampled.parts[:, 3], 1, MASKED_PAIR_COST) + PART_COST
         cost = (np.repeat(rows, np.diff(sampled.offsets)) * keys).sum() + rows.sum() * TILE_COST
         penalty = 1 if sampled.max_parts <= MAX_PARTS else 2
-        return penalty * float(cost) * len(tiles.first) / max(len(sample.first), 1)
+        complete = len(tiles.first) == len(sample.first) and priced == tiling
+        scale = len(tiles.first) / max(len(sample.first), 1)
+        return penalty * float(cost) * scale, sampled if complete else None
 
     def merged_passes(self, tilings: tuple[Tiling, ...]) -> int:
         """The number of passes that have rows of an earlier pass, so that their results are merged."""
@@ -148,12 +150,12 @@ def plan(
     return result
 
 
-def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str | None:
+def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> str | None:
     """Why tiles are no good choice at these sizes, so that a mask is; None: there is a good plan."""
     if n == 0 or m == 0:
         return "there are no pairs"
     try:
-        parts = plan(pattern, n, m, start, step).max_parts
+        parts = plan(pattern, n, m, start, step, tile).max_parts
     except NoPlan as why:
         return str(why)
     too_many = parts > MAX_PARTS and not isinstance(pattern, neighborhood)
@@ -186,15 +188,18 @@ def _cheapest_passes(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
     """The passes of the cheapest candidate; they are compared on a sample of tiles."""
     limit("words", len(set(pattern.leaves())), "a pattern this long is masked")
     candidates, costs, reasons = list(_candidates(pattern, request)), {}, []
+    made: dict[Tiling, Pass | None] = {}
     for tilings in candidates if len(candidates) > 1 else ():
         try:
-            costs[tilings] = sum(map(request.cost, tilings))
+            priced = [request.cost(tiling) for tiling in tilings]
+            costs[tilings] = sum(cost for cost, _ in priced)
+            made |= zip(tilings, (tile_pass for _, tile_pass in priced))
         except NoPlan as why:
             reasons.append(why)
     if len(reasons) == len(candidates):
         raise reasons[0]
     best = min(costs, key=lambda x: (costs[x], request.merged_passes(x))) if costs else candidates[0]
-    passes = (request.make_pass(tiling, request.tiles(tiling)) for tiling in best)
+    passes = (made.get(tiling) or request.make_pass(tiling, request.tiles(tiling)) for tiling in best)
     return tuple(tile_pass for tile_pass in passes if len(tile_pass.parts))
 
 

@@ -24,9 +24,10 @@ from .cpu.kernels import PAIR, fused_backward, fused_forward, pair_time
 from .gpu_estimates import sdpa_dense
 from .query_chunks import PAIRS, by_queries
 
-# On two cores (bench/auto_choice.py), forward, and with backward: seconds per call; what a mask of lengths or of a
-# bias by distance adds; per pair of a head of that bias, and of all heads for its gradient or with dropout.
-CALL, MASK_CALL = (20e-6, 65e-6), (150e-6, 220e-6)
+# On two cores (bench/auto_choice.py), forward, and with backward: seconds per call; what a mask of lengths, of
+# offsets by row or of a bias by distance adds, and per pair of such offsets; per pair of a head of that bias, and of
+# all heads for its gradient or with dropout.
+CALL, MASK_CALL, OFFSET_PAIR = (20e-6, 65e-6), (150e-6, 220e-6), 6e-9
 GATHER, GATHER_GRAD, DROPPED = (4.5e-9, 2.6e-9), 5e-9, (4e-9, 5e-9)
 # Queries from which on the fused operation has larger blocks; under causal() a query has about (n + 400) / 2 keys.
 LARGE_BLOCKS, NOT_SKIPPED = 192, 400
@@ -88,8 +89,9 @@ class Sdpa:
 
 
 def _on_two_cores(f: CallFacts) -> float:
-    makes_mask = f.lengths or f.bias == "distance"
+    makes_mask = f.lengths or f.row_offsets or f.bias == "distance"
     call = CALL[f.grad] + (MASK_CALL[f.grad] if makes_mask else 0.0)
+    call += f.batch * f.n * f.m * OFFSET_PAIR if f.row_offsets else 0.0
     if f.n == 1:  # the time that it takes to read k and v
         numbers = f.flat_heads * f.m * (f.d_k + f.d_v) * f.dtype.itemsize / 4
         return numbers * (COPIED if makes_mask else READ) * (3 if f.grad else 1) + call / 2

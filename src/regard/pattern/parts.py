@@ -50,7 +50,8 @@ def relations(pattern: Pattern, by_keys: bool) -> dict[Pattern, Relation]:
         if not isinstance(word, Word):
             raise NoPlan(f"{word!r} carries data, so its keys are known only when it runs")
         relation = word.relation
-        limit("positions", relation.largest, f"{word!r} reaches beyond any sequence")
+        if relation.largest > LIMITS["positions"]:
+            limit("positions", relation.largest, f"{word!r} reaches beyond any sequence")
         out[word] = relation.transposed() if by_keys else relation
     return out
 

@@ -35,6 +35,18 @@ def nothing_known():
     PREPARED.clear()
 
 
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_a_shape_has_the_keys_of_its_fullest_tile(pattern):
+    n, m = 131, 151
+    table = pattern.allowed(n, m)
+    for row_step, count, r, l in gathered_layout.shapes(pattern, n, m, m - n, 1):
+        of_classes = [range(c, n, row_step) for c in range(row_step)]
+        order = [i for each in of_classes for i in each]
+        order += order[-1:] * (count * r - n)
+        fullest = max(int(table[order[t * r : (t + 1) * r]].any(0).sum()) for t in range(count))
+        assert l == min(max(-(-fullest // 16), 1) * 16, m)
+
+
 def calls(pattern, inputs, grad=True, scale=5**-0.5):
     """One for each division of the queries into tiles."""
     q, k, v = inputs

@@ -30,7 +30,7 @@ from ..plan import NoPlan, why_masked
 from . import documents, gathered_layout
 from .gathered_layout import Gathering, Shape
 from .kernels import PAIR, fused_forward, join, max_saved, pair_time
-from .layout import Layout
+from .layout import NARROW, Layout
 from .strided_layout import concatenated_layouts, layout
 from .tiles import TileAttention, attend
 
@@ -42,6 +42,9 @@ DROPOUT = 1.5  # what a pair takes more, in PyTorch operations; without it a pai
 # taken as visible, and each batch row takes so many seconds.
 BIAS, BIAS_CALL = 1.15, (120e-6, 200e-6)
 VISIBLE, LENGTHS_ROW = 0.7, (100e-6, 500e-6)
+ROW_PLAN = (
+    2e-3  # seconds to plan the queries of a batch row with its own offset, which is rarely the same twice
+)
 
 GATHERED, CONCATENATED, MERGED = "short sequence: gathered keys", "concatenated keys", "merged tiles"
 LISTED, ONE_QUERY, PACKED = "gathered keys", "one query", "packed documents"
@@ -67,7 +70,7 @@ class Tiles:
             return variant if isinstance(variant := _with_data(f), str) else None
         if torch.compiler.is_compiling() or f.unmasked or _is_one_query(f):  # sizes may be symbols
             return None
-        return why_masked(*f.place)
+        return why_masked(*f.place, tile=NARROW)  # a plan that `prepare` reads again
 
     def estimate(self, f: CallFacts) -> float:
         past = isinstance(f.pattern, causal)
@@ -211,10 +214,12 @@ def _tile_function(f: CallFacts, layout: Any) -> TileAttention:
 def _merged(f: CallFacts, layouts: tuple[Layout, ...] | None = None) -> Prepared:
     """By merged layouts: with bias and dropout, lengths, the log-sum-exp. layouts: of documents."""
     if layouts is None:
-        layouts = () if torch.compiler.is_compiling() else _layouts(f)
+        layouts = () if torch.compiler.is_compiling() else _layouts(f) * (f.batch if f.row_offsets else 1)
     factor = BIAS if f.bias == "distance" else 1.0
     pair = factor * pair_time(f.d_k, f.d_v, f.dtype) + (DROPOUT if f.dropout_p else 0.0)
     seconds = sum(x.nanoseconds(f.flat_heads // len(layouts), f.grad, 0, pair) for x in layouts) * 1e-9
+    if f.row_offsets:
+        seconds += f.batch * ROW_PLAN
     if f.lengths:
         seconds = VISIBLE * seconds + f.batch * LENGTHS_ROW[f.grad]
     if f.bias == "distance":

@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -63,6 +64,7 @@ def nanoseconds(shape: Shape, n: int, heads: int, d: int, dtype: torch.dtype, gr
 def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Shape, ...]:
     """Divisions of the queries into tiles: neighbors, or those of the same residues mod row_step."""
     allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
+    bits = np.packbits(allowed.numpy(), axis=1)  # eight keys in a byte
     candidates = []
     for row_step in row_steps(pattern, step, by_keys=False):
         if row_step > 1 and row_step >= n:
@@ -70,8 +72,9 @@ def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Sha
         order, tiles = _order(n, row_step), 1
         while tiles == 1 or n >= MIN_ROWS * tiles:
             rows = -(-n // tiles)
-            needed = allowed[_padded(order, tiles * rows)].view(tiles, rows, m).any(1)
-            keys = max(-(-int(needed.sum(1).max()) // KEY_MULTIPLE), 1) * KEY_MULTIPLE
+            of_tiles = bits[_padded(order, tiles * rows).numpy()].reshape(tiles, rows, -1)
+            needed = np.unpackbits(np.bitwise_or.reduce(of_tiles, axis=1), axis=1).sum(1, dtype=np.int64)
+            keys = max(-(-int(needed.max()) // KEY_MULTIPLE), 1) * KEY_MULTIPLE
             candidates.append(Shape(row_step, tiles, rows, min(keys, m)))
             tiles *= 2
     return tuple(candidates)

@@ -33,16 +33,16 @@ def layout(
 ) -> Layout:
     """The fastest of the merged layouts of a pattern without data. Without a plan, every pair, masked: a call may be
     chosen before its sizes or offsets are known."""
-    try:
-        layouts = list(merged_layouts(pattern, n, m, start, step, wide, wide))
-    except NoPlan:
-        firsts = range(0, n, MASKED_ROWS) if m else ()
-        of_keys = 0, 0, 1, m, pattern, start, step
-        tiles = (TileGroup(1, r, 0, 1, min(MASKED_ROWS, n - r), *of_keys) for r in firsts)
-        return Layout(n, m, start, step, tuple(tiles))
-    with suppress(NoPlan):  # there are more narrow tiles, perhaps too many
-        layouts = [*merged_layouts(pattern, n, m, start, step, narrow, wide), *layouts]
-    return min((candidate for _, candidate in layouts), key=lambda candidate: candidate.nanoseconds())
+    candidates: list[Layout] = []
+    for tile in (narrow, wide) if n > narrow else (narrow,):
+        with suppress(NoPlan):  # there are more narrow tiles, perhaps too many
+            candidates += [each for _, each in merged_layouts(pattern, n, m, start, step, tile, wide)]
+    if candidates:
+        return min(candidates, key=lambda candidate: candidate.nanoseconds())
+    firsts = range(0, n, MASKED_ROWS) if m else ()
+    of_keys = 0, 0, 1, m, pattern, start, step
+    tiles = (TileGroup(1, r, 0, 1, min(MASKED_ROWS, n - r), *of_keys) for r in firsts)
+    return Layout(n, m, start, step, tuple(tiles))
 
 
 @lru_cache(maxsize=8)  # read twice in one choice: by `layout` and by `concatenated_layouts`
@@ -52,7 +52,7 @@ def merged_layouts(
     """Tiles of the pattern as it is, or of what a comb leaves, beside that comb; each with the plan of its tiles."""
     complete = plan(pattern, n, m, start, step, tile)
     layouts = []
-    for comb in _combs(complete):
+    for comb in _combs(complete) if n > tile else ():  # one tile reads a comb at once anyway
         try:
             teeth = plan(pattern & comb, n, m, start, step, wide)
             remaining = plan(pattern - comb, n, m, start, step, tile)
