@@ -1,0 +1,132 @@
+"""What the first call with a new length or offset takes on a CPU, where it is planned, and a repeated one.
+
+Each call has a length or an offset that was not seen before: a prompt of another length, a chunk of queries that
+continues a growing cache, a batch whose rows are at other positions. `masked` is PyTorch's SDPA with the mask, made
+in each call, as a caller without regard does. ratio = time of `masked` / our time, medians; results are compared.
+
+PYTHONPATH=src python bench/cpu_first_calls.py [--before OTHER_TREE/src] [--write]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from origin import origin
+from torch import Tensor
+
+import regard as rg
+
+HEADS, KV_HEADS, WIDTH, CALLS = 8, 8, 64, 12
+BAND = rg.causal() & (rg.window(512) | rg.sinks(4))
+PATTERNS = [
+    rg.causal(),
+    BAND,
+    rg.causal() & (rg.window(128) | rg.every(64)),
+    rg.causal() & (rg.window(64) | rg.strided(64)),
+    rg.causal() & (rg.window(64) | rg.dilated(64, 8) | rg.dilated(64, 64)),
+]
+# Batch rows, queries, keys; what is new in each call.
+SIZES = [
+    (1, 300, 300, "length"),
+    (1, 1500, 1500, "length"),
+    (1, 16, 2048, "offset"),
+    (8, 16, 2048, "offsets"),
+]
+SIZES += [(8, 1, 2048, "offsets"), (1, 1, 2048, "cache")]
+
+
+def calls(batch: int, n: int, m: int, new: str) -> Iterator[tuple[int, int, int | Tensor]]:
+    """Queries, keys and the position of the first query, of one call after the other."""
+    generator = torch.Generator().manual_seed(n)
+    for t in range(CALLS + 2):  # the first two are not counted
+        if new == "length":
+            yield n + t, m + t, 0
+        elif new == "cache":
+            yield n, m + t, m + t - n
+        elif new == "offset":
+            yield n, m, m // 2 + t
+        else:
+            yield n, m, torch.randint(m // 2, m - n, (batch,), generator=generator)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, pattern: rg.Pattern, at: int | Tensor) -> Tensor:
+    return rg.attention(q, k, v, pattern, at=at)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, pattern: rg.Pattern, at: int | Tensor) -> Tensor:
+    n, m = q.shape[2], k.shape[2]
+    if isinstance(pattern, rg.causal) and n == m:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=pattern.allowed(n, m, at))
+
+
+def measured(pattern: rg.Pattern, batch: int, n: int, m: int, new: str) -> dict:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, HEADS, m + CALLS + 2, WIDTH) for _ in range(3))
+    first, again, other, off, backends = [], [], [], 0.0, set()
+    for t, (n_now, m_now, at) in enumerate(calls(batch, n, m, new)):
+        tensors = q[:, :, :n_now], k[:, :, :m_now], v[:, :, :m_now]
+        times, outputs = [], []
+        for run in (attend, attend, masked):
+            begun = time.perf_counter()
+            outputs.append(run(*tensors, pattern, at))
+            times.append(1e3 * (time.perf_counter() - begun))
+        off = max(off, *(float((o - outputs[-1]).abs().max()) for o in outputs))
+        assert off < 1e-5, f"{pattern}: results differ by {off}"
+        if t > 1:
+            first.append(times[0])
+            again.append(times[1])
+            other.append(times[2])
+        sizes = {"batch": batch, "heads": HEADS, "kv_heads": KV_HEADS, "d_k": WIDTH}
+        offsets = {"row_offsets": True} if isinstance(at, Tensor) else {"at": at}
+        backends.add(rg.explain(pattern, n=n_now, m=m_now, **sizes, **offsets).backend)
+    ms = {name: statistics.median(x) for name, x in (("first", first), ("again", again), ("masked", other))}
+    named = {
+        "pattern": repr(pattern),
+        "batch": batch,
+        "n": n,
+        "m": m,
+        "new": new,
+        "backends": sorted(backends),
+    }
+    return named | {
+        "ms": ms,
+        "first ratio": ms["masked"] / ms["first"],
+        "again ratio": ms["masked"] / ms["again"],
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--before", help="src of another tree, measured in a process of its own")
+    options.add_argument("--write", action="store_true", help="write the table to bench/results/")
+    given = options.parse_args()
+    torch.set_num_threads(given.threads)
+    rows = [measured(pattern, *sizes) for pattern in PATTERNS for sizes in SIZES]
+    if given.before:
+        env = {**os.environ, "PYTHONPATH": given.before}
+        command = [sys.executable, __file__, "--threads", str(given.threads)]
+        printed = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+        for row, earlier in zip(rows, json.loads(printed)["rows"]):
+            row["before"] = {name: earlier[name] for name in ("backends", "ms", "first ratio")}
+    table = {**origin(), "threads": given.threads, "rows": rows}
+    text = json.dumps(table, indent=1)
+    print(text)
+    if given.write:
+        path = Path(__file__).parent / "results" / f"cpu_first_calls-{table['date'][:10]}.json"
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
