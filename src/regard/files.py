@@ -79,13 +79,23 @@ def write_manifest(folder: Path, names: Iterable[str]) -> None:
 
 def write_checked(folder: Path, name: str, text: str) -> None:
     """Replace a text file of a run and its checksum."""
+    _remove_checksum(folder, name)
+    write_text(folder / name, text)
+    write_manifest(folder, (name,))
+
+
+def remove_checked(folder: Path, name: str) -> None:
+    """Remove a file of a run and its checksum."""
+    _remove_checksum(folder, name)
+    (folder / name).unlink()
+
+
+def _remove_checksum(folder: Path, name: str) -> None:
     path = folder / MANIFEST
     sums = _sums(path) if path.is_file() else {}
     if name in sums:
         del sums[name]
         write_text(path, json.dumps({"format": 1, "sha256": sums}, indent=1) + "\n")
-    write_text(folder / name, text)
-    write_manifest(folder, (name,))
 
 
 def read_checked(folder: Path, name: str) -> str:

@@ -15,6 +15,8 @@ from typer.testing import CliRunner  # noqa: E402
 from regard.cli.look import look  # noqa: E402
 from regard.cli.models import LoadedModel, encoded, load, namer, own_output, read_input  # noqa: E402
 from regard.training.data.tokens import START, characters  # noqa: E402
+from regard.training.recipes import recipe  # noqa: E402
+from training_run_case import regard  # noqa: E402
 
 app = typer.Typer()
 app.command()(look)
@@ -181,9 +183,14 @@ def test_a_run_folder_tokenizes_texts_with_its_own_tokens(finished):
 
 
 def test_a_run_without_a_model_yet_gets_a_hint(tmp_path):
-    (tmp_path / "recipe.json").write_text("{}")
-    with pytest.raises(rg.FormatError, match=r"has no model yet; `regard train --out .*` continues the run"):
+    (tmp_path / "recipe.json").write_text(recipe("translate").json())
+    with pytest.raises(
+        rg.FormatError, match=r"has no model yet; `regard train .*` continues the run$"
+    ) as hint:
         load(str(tmp_path))
+    command = str(hint.value).split("`")[1]
+    assert command == f"regard train {tmp_path}/recipe.json --out {tmp_path}"
+    assert json.loads(regard(*command.split()[1:], "--show")) == json.loads(recipe("translate").json())
 
 
 def test_a_decoder_without_a_target_reads_what_the_model_generates(tmp_path):

@@ -427,6 +427,31 @@ def test_every_imported_package_is_declared():
     assert third_party("import yaml.x\nfrom os import path\nfrom . import y\nimport foo") == {"pyyaml", "foo"}
 
 
+def packages_of(extra: str) -> set[str]:
+    """The packages that `pip install 'regard[extra]'` brings by name, with those of the core."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    packages = set()
+    for requirement in project["dependencies"] + project["optional-dependencies"][extra]:
+        package, *extras = re.split(r"[\[\],<>=; ]+", requirement)
+        packages |= set().union(*map(packages_of, extras[:-1])) if package == "regard" else {package}
+    return packages
+
+
+def advised_extras(source: str) -> Iterator[tuple[str, set[str]]]:
+    """Each extra that is named where an import failed, with the packages that this import asks for."""
+    for node in nodes(source):
+        if isinstance(node, ast.Try):
+            needed = third_party("\n".join(map(ast.unparse, node.body)))
+            for extra in re.findall(r"regard\[(\w+)\]", "\n".join(map(ast.unparse, node.handlers))):
+                yield extra, needed
+
+
+def test_an_extra_that_an_error_advises_brings_what_was_missing():
+    advised = [one for f in FILES for one in advised_extras(f.read_text(encoding="utf-8"))]
+    assert {"cost", "export", "figures", "huggingface", "train", "web"} <= {extra for extra, _ in advised}
+    assert [(extra, lacking) for extra, needed in advised if (lacking := needed - packages_of(extra))] == []
+
+
 @pytest.fixture(scope="module")
 def blocked():
     """What a process prints in which the extras are blocked, and at first einops too."""
@@ -443,6 +468,21 @@ def test_regard_needs_no_extra_no_triton_and_nothing_that_only_posix_has(blocked
 @pytest.mark.slow
 def test_the_block_on_imports_blocks(blocked):
     assert blocked[0] == "einops is blocked"
+
+
+PAGE = """
+import uvicorn, regard.web.app
+from regard.cli.models import included_translator
+print(included_translator().tokenizer)
+"""
+
+
+@pytest.mark.slow
+def test_the_page_needs_no_extra_but_its_own():
+    others = packages_of("all") - packages_of("web") - {"filelock"}  # which torch needs
+    assert others >= {"matplotlib", "sacrebleu"}
+    done = run(BLOCKED.format(extras=others) + PAGE)
+    assert done.returncode == 0 and "Tokens" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("case", [1, 2, 3])

@@ -1,6 +1,7 @@
 """`rg.train`: recipes by name, value and file; what it returns, writes and reports."""
 
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,16 @@ def test_the_same_call_again_resumes(trained, tmp_path):
 def test_a_dry_run_returns_its_estimates_and_writes_nothing(tmp_path):
     checks = rg.train(small(tmp_path), out=tmp_path / "out", device="cpu", dry_run=True)
     assert isinstance(checks, Preflight) and checks.updates == 12 and not (tmp_path / "out").exists()
+
+
+def test_without_the_library_of_the_scores_nothing_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    made, out = small(tmp_path), tmp_path / "out"
+    with pytest.raises(
+        rg.RegardError, match=r"^BLEU and chrF need sacrebleu: pip install 'regard\[train\]'$"
+    ):
+        rg.train(made, out=out, device="cpu", progress=False)
+    assert not out.exists() and rg.train(made, out=out, device="cpu", dry_run=True).updates == 12
 
 
 def test_a_progress_bar_and_messages_go_to_stderr(tmp_path, capsys):

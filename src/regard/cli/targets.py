@@ -95,12 +95,12 @@ def huggingface_config(path: Path) -> Any:
 
 
 def _folder(path: Path) -> Any:
-    if (path / RECIPE).is_file():
-        path = path / MODEL
-        if not path.is_dir():
+    if (recipe := path / RECIPE).is_file():
+        if not (path / MODEL).is_dir():
             raise FormatError(
-                f"{path.parent} has no {MODEL} yet; `regard train --out {path.parent}` continues the run"
+                f"{path} has no {MODEL} yet; `regard train {recipe} --out {path}` continues the run"
             )
+        path = path / MODEL
     config = read_json(path / "config.json")
     return load(path) if "spec" in config else _huggingface(config, path)
 

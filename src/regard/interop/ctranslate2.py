@@ -236,5 +236,5 @@ def _library() -> Any:
         import ctranslate2
         import ctranslate2.specs
     except ModuleNotFoundError as e:
-        raise RegardError("this export needs ctranslate2: pip install 'regard[train]'") from e
+        raise RegardError("this export needs ctranslate2: pip install 'regard[export]'") from e
     return ctranslate2

@@ -164,6 +164,7 @@ def train(
     if dry_run:
         with waiting("reading the data and estimating the cost", progress is False):
             return _dry_run(chosen, out, device)
+    evaluation.require_libraries(chosen)
     bar: AbstractContextManager[Listener] = nullcontext(_ignore)
     if callable(progress):
         bar = nullcontext(progress)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from regard.training.data import text
 from regard.training.data.datasets import ContinuousText, Digits, LabeledText, SentencePairs
 from regard.training.data.rows import Windows
 from regard.training.recipes import RECIPES, Recipe, recipe
-from regard.training.recipes.run import Run, open_run
+from regard.training.recipes.run import Run, open_run, read_recipe
 from regard.training.recipes.translation import scores, translate
 from training_run_case import regard, small, write_pairs
 
@@ -66,6 +67,29 @@ def test_a_run_goes_on_in_its_folder_and_no_other_recipe_may(run):
         match=rf"another recipe \(translate\): its model\.encoder\..*d_model is {before}, not 32; use",
     ):
         Run(other, run.folder, "cpu")
+
+
+def test_a_run_whose_data_cannot_be_read_leaves_its_folder_to_other_data(run, tmp_path):
+    one = tmp_path / "one.tsv"
+    one.write_text("cat\tgato\n")
+    made, out = replace(run.recipe, data=SentencePairs(train=str(one), vocab=300)), tmp_path / "out"
+    with pytest.raises(rg.FormatError, match=r"one\.tsv has 1 row; training and validation need at least 2$"):
+        Run(made, out, "cpu")
+    Run(run.recipe, out, "cpu")
+    with pytest.raises(
+        rg.FormatError, match=r"another recipe \(translate\): its data\.train is .*, not .*one\.tsv"
+    ):
+        Run(made, out, "cpu")
+    assert read_recipe(out) == run.recipe
+
+
+def test_a_run_whose_data_are_gone_keeps_its_recipe(run, tmp_path):
+    made, out = small(tmp_path), tmp_path / "out"
+    Run(made, out, "cpu")
+    Path(made.data.train).unlink()
+    with pytest.raises(rg.FormatError, match=r"^there is no file .*train\.tsv$"):
+        Run(made, out, "cpu")
+    assert read_recipe(out) == made
 
 
 @pytest.mark.parametrize("part", ["valid", "test"])

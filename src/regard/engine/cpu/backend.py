@@ -218,12 +218,13 @@ def _merged(f: CallFacts, layouts: tuple[Layout, ...] | None = None) -> Prepared
     factor = BIAS if f.bias == "distance" else 1.0
     pair = factor * pair_time(f.d_k, f.d_v, f.dtype) + (DROPOUT if f.dropout_p else 0.0)
     seconds = sum(x.nanoseconds(f.flat_heads // len(layouts), f.grad, 0, pair) for x in layouts) * 1e-9
+    grad = 1 if f.grad else 0  # Dynamo of torch 2.11 cannot index by a bool, and this runs inside graphs
     if f.row_offsets:
         seconds += f.batch * ROW_PLAN
     if f.lengths:
-        seconds = VISIBLE * seconds + f.batch * LENGTHS_ROW[f.grad]
+        seconds = VISIBLE * seconds + f.batch * LENGTHS_ROW[grad]
     if f.bias == "distance":
-        seconds += BIAS_CALL[f.grad]
+        seconds += BIAS_CALL[grad]
     without_terms = PACKED if f.pattern.has_data else MERGED
     name = BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT if f.dropout_p else without_terms
 

@@ -16,12 +16,12 @@ from ...errors import FormatError
 from ...generation import generate, sample
 from ...nn.stack import EncoderDecoder, Stack
 from ..data.batches import Stream
-from ..data.datasets import Dataset
+from ..data.datasets import Dataset, SentencePairs
 from ..data.rows import IGNORED, Labeled
 from ..data.tokens import Tokens
 from .base import Recipe
 from .tasks import Classification, LanguageModeling, MaskedLanguageModeling, Translation
-from .translation import scores, translate
+from .translation import sacrebleu_metrics, scores, translate
 
 FILE = "evaluation.json"
 HELLO = "Hello world"
@@ -76,6 +76,12 @@ class Evaluation:
 def format_score(name: str, score: int | float) -> str:
     """A score in its usual format."""
     return f"{score:.1%}" if name == "accuracy" else f"{score:.3f}" if name == "loss" else f"{score:.2f}"
+
+
+def require_libraries(recipe: Recipe) -> None:
+    """Refuse a recipe whose scores cannot be computed here, before hours of training rather than after them."""
+    if isinstance(recipe.data, SentencePairs):
+        sacrebleu_metrics()
 
 
 def evaluate(model: nn.Module, recipe: Recipe, data: Dataset, examples: int = 10) -> Evaluation:

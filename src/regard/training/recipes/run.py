@@ -41,7 +41,7 @@ class Run:
     def __init__(self, recipe: Recipe, folder: str | Path, device: str | torch.device | None = None):
         self.recipe, self.folder, self.ranks = recipe, Path(folder), Ranks.here()
         self.device = self.ranks.device(device)
-        self.interrupted = False
+        self.interrupted = self.new = False
         preflight.require_memory(recipe, self.device)  # before anything is written or built
         self.ranks.on_first(self._claim)
         data = self.ranks.on_first(self._load)  # rank 0 trains the tokenizer, the others read it
@@ -111,7 +111,12 @@ class Run:
         return self.model if self.ranks.world == 1 else self.recipe.model.build()
 
     def _load(self) -> Dataset:
-        return self.recipe.data.load(self.folder)
+        try:
+            return self.recipe.data.load(self.folder)
+        except BaseException:
+            if self.new and not (self.folder / TOKENS).exists():  # the next run may have other data
+                files.remove_checked(self.folder, RECIPE)
+            raise
 
     def _require_fitting_rows(self) -> None:
         """Refuse validation and test rows that fit no batch, before hours of training rather than after them."""
@@ -151,8 +156,8 @@ class Run:
     def _claim(self) -> None:
         """Write the recipe to the folder; refuse a folder of another recipe, or one where another process trains."""
         with checkpoints.locked(self.folder):
-            path = self.folder / RECIPE
-            if path.is_file():
+            self.new = not (self.folder / RECIPE).is_file()
+            if not self.new:
                 existing = read_recipe(self.folder)
                 for part in ("model", "data"):
                     if getattr(existing, part) != getattr(self.recipe, part):

@@ -89,11 +89,15 @@ class Scores:
 
 def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
     """Corpus scores by sacreBLEU, with one reference per sentence."""
-    try:
-        from sacrebleu.metrics import BLEU, CHRF
-    except ModuleNotFoundError as e:
-        raise RegardError("BLEU and chrF need sacrebleu: pip install 'regard[train]'") from e
-    bleu: Any = BLEU()
-    chrf: Any = CHRF()
+    bleu: Any = sacrebleu_metrics().BLEU()
+    chrf: Any = sacrebleu_metrics().CHRF()
     by_bleu, by_chrf = (m.corpus_score(list(translations), [list(references)]) for m in (bleu, chrf))
     return Scores(by_bleu.score, str(bleu.get_signature()), by_chrf.score, str(chrf.get_signature()))
+
+
+def sacrebleu_metrics() -> Any:
+    try:
+        from sacrebleu import metrics
+    except ModuleNotFoundError as e:
+        raise RegardError("BLEU and chrF need sacrebleu: pip install 'regard[train]'") from e
+    return metrics
