@@ -13,6 +13,7 @@ import regard as rg
 from regard.engine import gpu_estimates, sdpa
 from regard.engine.backends import PREPARED, PREPARED_BY_DATA, TABLE, choose
 from regard.engine.call import CallFacts, Prepared
+from regard.engine.cpu import backend as cpu_backend
 from regard.engine.cuda import backend as triton_backend
 from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
@@ -71,6 +72,20 @@ def test_short_causal_calls_run_in_tiles_because_sdpa_computes_their_hidden_pair
     f = facts(rg.causal(), 500)
     assert TABLE["tiles"].estimate(f) == TABLE["tiles"].prepare(f).seconds  # it is planned
     assert variant(512, m=600)[0] == "tiles" and variant(512, dtype=torch.bfloat16) == ("sdpa", "dense")
+
+
+def test_a_plan_is_made_where_it_can_gain_and_full_attention_forward_stays_with_sdpa():
+    for f in (facts(rg.causal(), 200, heads=2, kv_heads=2), facts(rg.causal(), 61, grad=True)):
+        best = min(v.seconds for v in cpu_backend.variants(f))
+        assert best < TABLE["tiles"].estimate(f) > TABLE["sdpa"].estimate(f)  # without a plan
+        assert TABLE["sdpa"].estimate(f) < 1.1 * best  # which would gain little
+    for n in (50, 100, 128, 190):  # tiles of these take 1.0 to 1.5 times as long by their own estimate
+        assert (
+            chosen(rg.full(), n, batch=32) == chosen(rg.full(), n, batch=32, dtype=torch.bfloat16) == "sdpa"
+        )
+        f = facts(rg.causal(), n, batch=32)
+        merged = cpu_backend._merged(f)
+        assert merged.seconds > min(v.seconds for v in cpu_backend.variants(f))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
