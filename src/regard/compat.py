@@ -47,8 +47,9 @@ transforms_active: Callable[[], bool] = _first(
 )
 # () → bool: whether a gradient of torch.func is within another one. Unknown: it is, in any transform.
 nested_gradients: Callable[[], bool] = _first(_nested_gradients, lambda: lambda: True)
-# x → bool: whether torch.vmap maps over x.
+# x → bool: whether torch.vmap maps over x; whether x is many gradients, as under is_grads_batched=True.
 is_mapped: Any = _first(lambda: torch._C._functorch.is_batchedtensor, lambda: lambda x: False)
+is_batched: Any = _first(lambda: torch._C._functorch.is_legacy_batchedtensor, lambda: lambda x: False)
 # () → number of active dispatch modes, or the innermost of them.
 dispatch_modes: Callable[[], Any] = _first(
     lambda: torch._C._len_torch_dispatch_stack,

@@ -1,18 +1,20 @@
 """Which backend runs a call, and why: by name it never falls back, `auto` chooses and can say why."""
 
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from math import inf
 from operator import or_
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import regard as rg
 from regard.engine import gpu_estimates, sdpa
 from regard.engine import plan as planner
 from regard.engine.backends import PREPARED, PREPARED_BY_DATA, TABLE, choose
 from regard.engine.call import CallFacts, Prepared
+from regard.engine.cpu import backend as cpu_backend
 from regard.engine.cuda import backend as triton_backend
 from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
@@ -97,6 +99,47 @@ def test_offsets_by_batch_row_count_their_masks_and_their_plans():
     for heads, least in ((1, 3), (8, 1.3)):  # the heads of a row share its mask
         of_rows, of_all = (facts(SPARSE, heads=heads, row_offsets=rows, **masked) for rows in (True, False))
         assert least < TABLE["sdpa"].estimate(of_rows) / TABLE["sdpa"].estimate(of_all) < 2 * least
+
+
+def test_a_plan_is_made_where_it_can_gain_and_full_attention_forward_stays_with_sdpa():
+    for f in (facts(rg.causal(), 200, heads=2, kv_heads=2), facts(rg.causal(), 61, grad=True)):
+        best = min(v.seconds for v in cpu_backend.variants(f))
+        assert best < TABLE["tiles"].estimate(f) > TABLE["sdpa"].estimate(f)  # without a plan
+        assert TABLE["sdpa"].estimate(f) < 1.1 * best  # which would gain little
+    for n in (50, 100, 128, 190):  # tiles of these take 1.0 to 1.5 times as long by their own estimate
+        assert (
+            chosen(rg.full(), n, batch=32) == chosen(rg.full(), n, batch=32, dtype=torch.bfloat16) == "sdpa"
+        )
+        f = facts(rg.causal(), n, batch=32)
+        merged = cpu_backend._merged(f)
+        assert merged.seconds > min(v.seconds for v in cpu_backend.variants(f))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_with_dropout_the_choice_is_the_same_without_gradients(device):
+    for pattern in (rg.full(), rg.causal(), SPARSE, rg.causal() | rg.prefix(20)):
+        for n in (64, 128, 256, 320, 512, 1024):
+            for more in ({}, {"bias": "distance"}, {"lengths": True}):
+                options = {**more, "dropout_p": 0.2, "batch": 2, "device": device}
+                learned = {"bias_grad": True} if "bias" in more else {}
+                kinds = [{}, {"grad": True}, learned, {"grad": True, **learned}]
+                assert len({chosen(pattern, n, **options, **kind) for kind in kinds}) == 1
+
+
+@pytest.mark.parametrize("n", [256, 320])
+def test_a_checkpoint_that_runs_forward_without_gradients_drops_the_same_weights(n):
+    q, k, v = torch.randn(3, 2, 8, n, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    for pattern in (rg.full(), rg.causal()):
+        results = []
+        for use_reentrant in (True, False):
+            inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+            torch.manual_seed(5)
+            run = partial(rg.attention, pattern=pattern, dropout_p=0.2)
+            o = checkpoint(run, *inputs, use_reentrant=use_reentrant)
+            o.sin().sum().backward()
+            results.append((o, *(x.grad for x in inputs)))
+        for a, b in zip(*results):
+            assert torch.equal(a, b)
 
 
 def test_estimates_on_a_cpu_know_width_dtype_lengths_and_groups():
@@ -522,8 +565,10 @@ def test_auto_makes_no_table_on_a_gpu_where_a_kernel_needs_none():
     assert found.backend == "triton" and "sdpa would hold a table of all pairs" in found.reason
     for terms in ({}, {"bias": "distance"}, {"lengths": True}):
         assert chosen(~rg.window(5), **terms).backend == "sdpa"
-    assert chosen(~rg.window(5), n=512, dropout_p=0.1).backend == "sdpa"  # a small one
-    assert chosen(rg.full(), lengths=True, dropout_p=0.1).backend == "sdpa"  # m entries for each batch row
+    # With dropout the choice is that of a call with gradients, which sdpa rounds in float32.
+    dropped = {"dropout_p": 0.1, "dtype": torch.float64}
+    assert chosen(~rg.window(5), n=512, **dropped).backend == "sdpa"  # a small one
+    assert chosen(rg.full(), lengths=True, **dropped).backend == "sdpa"  # m entries for each batch row
     assert chosen(rg.causal(), bias="tensor", dropout_p=0.1).backend == "sdpa"  # which is n × m already
 
 

@@ -7,7 +7,6 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from regard.engine.attention import attention
-from regard.errors import BackendError
 from regard.pattern import causal, documents, every, where, window
 from regard.position import ByDistance
 
@@ -75,14 +74,58 @@ def test_a_learned_bias_can_be_differentiated_twice():
     assert gradgradcheck(f, (qkv()[0], TABLE.clone().requires_grad_(), slopes), fast_mode=True)
 
 
-def test_dropout_in_tiles_says_that_it_cannot():
-    q, k, v = qkv()
-    o = attention(q, k, v, causal(), backend="tiles", dropout_p=0.25)
-    with pytest.raises(BackendError) as e:
-        torch.autograd.grad(o.sum(), q, create_graph=True)
-    assert str(e.value) == (
-        "double backward (create_graph=True) is not supported by backend='tiles' with dropout; use backend='sdpa'"
-    )
+DROPPED = [  # n, m, pattern, more
+    (5, 5, causal(), {}),
+    (5, 7, window(1) | every(3), {"lengths": torch.tensor([6])}),
+    (5, 5, causal(), {"bias": "learned"}),
+    (200, 240, causal() & (window(8) | every(5)), {"softcap": 3.0}),  # a comb and a band, which overlap
+    (701, 701, causal(), {}),  # tiles that are cut by rows
+]
+
+
+@pytest.mark.parametrize(("n", "m", "pattern", "more"), DROPPED, ids=[f"{n} {p!r}" for n, _, p, _ in DROPPED])
+def test_dropout_in_tiles_drops_the_same_weights_in_a_gradient_of_the_gradient(n, m, pattern, more):
+    g = torch.Generator().manual_seed(3)
+    shapes = (1, 4, n, 3), (1, 2, m, 3), (1, 2, m, 3)
+    table = torch.randn(4, 5, generator=g, dtype=f64, requires_grad=True)
+    more = {**more, "bias": ByDistance(table=table)} if "bias" in more else more
+    q, k, v = (torch.randn(s, generator=g, dtype=f64, requires_grad=True) for s in shapes)
+    learned = [q, k, v, *([table] if "bias" in more else [])]
+
+    def f(q, k, v, *_):
+        torch.manual_seed(7)
+        return attention(q, k, v, pattern, backend="tiles", dropout_p=0.25, **more)
+
+    o = f(*learned)
+    towards = torch.randn(o.shape, generator=g, dtype=f64)
+    once = torch.autograd.grad(o, learned, towards, retain_graph=True)
+    twice = torch.autograd.grad(o, learned, towards, create_graph=True)
+    for a, b in zip(once, twice):
+        torch.testing.assert_close(a, b)
+        assert b.requires_grad and bool(a.any())
+    if n == 5:
+        assert gradgradcheck(f, learned, fast_mode=True)
+
+
+@pytest.mark.parametrize("n", [37, 65, 320])
+@pytest.mark.parametrize(
+    ("backend", "pattern"),
+    [("auto", causal()), ("tiles", causal()), ("tiles", window(1) | every(7))],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_many_gradients_at_once_are_those_of_one_after_another(backend, pattern, n):
+    g = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(2, h, n, 32, generator=g, dtype=f64, requires_grad=True) for h in (8, 4, 4))
+    o = attention(q, k, v, pattern, backend=backend)
+    towards = torch.randn(3, *o.shape, generator=g, dtype=f64)
+    for learned in ((q, k, v), (k,)):
+        together = torch.autograd.grad(o, learned, towards, is_grads_batched=True, retain_graph=True)
+        for i in range(3):
+            alone = torch.autograd.grad(o, learned, towards[i], retain_graph=True)
+            for a, b in zip(together, alone):
+                torch.testing.assert_close(a[i], b)
+        assert not any(x.requires_grad for x in together)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

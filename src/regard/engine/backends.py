@@ -134,6 +134,8 @@ def _refusal(backend: Backend, f: CallFacts) -> str | None:
 
 def _fastest(f: CallFacts) -> tuple[Backend, str]:
     """The backend with the smallest estimate of those that do not refuse, and why."""
+    # A checkpoint may run without gradients what it repeats with them: dropout has to draw the same numbers.
+    f = replace(f, grad=True, bias_grad=False) if f.dropout_p else f
     device = f.device_type if f.device_type in ("cpu", "cuda") else "other"
     times: list[tuple[float, Backend]] = []
     reasons = []
@@ -150,7 +152,7 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
     if rounds or (device == "cuda" and f.makes_table):
         rounding = "sdpa's kernel for masks rounds gradients in float32 more than the formula does"
         if without_sdpa := [pair for pair in times if pair[1].name != "sdpa"]:
-            why = rounding if rounds else "sdpa would hold a table of all pairs"
+            why = "sdpa would hold a table of all pairs" if f.makes_table else rounding
             reasons += [why] if len(without_sdpa) < len(times) else []
             times = without_sdpa
         elif times and rounds:

@@ -43,10 +43,13 @@ def formula(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h 
     return results if call.sink_logits is None else merge_sink(*results, call.sink_logits)
 
 
-def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
+def attend(
+    call: Call, dropout: Tensor | None = None
+) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
     """softmax(scale · q kᵀ + bias) v and ln Σ exp, by operations that PyTorch can differentiate any number of times.
 
-    16-bit inputs are computed in float32, as the log-sum-exp has that dtype in every backend.
+    16-bit inputs are computed in float32, as the log-sum-exp has that dtype in every backend. dropout: factors of the
+    weights that were drawn before.
     """
     dtype, outs, lses = computed_in(call.q.dtype), [], []
     terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "ties": call.ties}
@@ -60,25 +63,29 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
             chunk = slice(first, first + rows)
             inputs = q[..., chunk, :], k, v, rows_of(allowed, chunk)
             result = reference.attend(*inputs, bias=rows_of(bias, chunk), **terms)
-            outs.append(F.dropout(result.weights, call.dropout_p) @ v if call.dropout_p else result.o)
+            o = result.o if dropout is None else (result.weights * dropout[..., chunk, :]) @ v
+            outs.append(F.dropout(result.weights, call.dropout_p) @ v if call.dropout_p else o)
             lses.append(result.lse)
         return torch.cat(outs, -2).to(call.q.dtype), torch.cat(lses, -1)
 
 
-def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[Tensor | None, ...]:
+def gradients(
+    grads: tuple[Tensor | None, ...], call: Call, dropout: Tensor | None = None, create_graph: bool = True
+) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v, and of a bias tensor and a sink where there is one, each with a graph of its own.
 
-    grads: those of o and of the log-sum-exp.
+    grads: those of o and of the log-sum-exp. dropout: factors of the weights.
     """
-    if (chunked := gradients_by_queries(grads, call, formula)) is not None:
+    once = dropout is not None or not create_graph
+    if not once and (chunked := gradients_by_queries(grads, call, formula)) is not None:
         dq, dk, dv, _, _, dsink = chunked
         results = zip((call.q, call.k, call.v, call.bias, call.sink_logits), (dq, dk, dv, None, dsink))
         return tuple(dx if x.requires_grad else None for x, dx in results if isinstance(x, Tensor))
     added = call.bias if call.bias is None or isinstance(call.bias, ByDistance) else alias(call.bias)
     q, k, v, sink = map(alias, (call.q, call.k, call.v, call.sink_logits))
     call = replaced(call, q=q, k=k, v=v, bias=added, sink_logits=sink)
-    inputs = _inputs(call)
-    found = differentiate(formula(call), inputs, grads, create_graph=True)
+    inputs, outputs = _inputs(call), formula(call) if dropout is None else attend(call.hide(), dropout)
+    found = differentiate(outputs, inputs, grads, create_graph=create_graph)
     # Zeros where nothing depends on an input: the log-sum-exp alone does not on v.
     return tuple(
         torch.zeros_like(x) if x.requires_grad and dx is None else dx for x, dx in zip(inputs, found)

@@ -37,6 +37,8 @@ from .tiles import TileAttention, attend
 SAFETY_MARGIN = 0.9  # nine of ten calls take at most 1.4 times their estimate (bench/auto_choice.py)
 # Queries up to which PyTorch's attention computes more than half of the pairs that causal() hides.
 MAX_CAUSAL = 1024
+# Seconds of all pairs from which on such a call can gain: the plan for a new length takes milliseconds.
+WORTH_A_PLAN = 1e-3, 0.25e-3
 DROPOUT = 1.5  # what a pair takes more, in PyTorch operations; without it a pair of heads of 64 takes 1
 # A bias by distance takes this many times as long, and seconds more per call; of keys within lengths this share is
 # taken as visible, and each batch row takes so many seconds.
@@ -73,10 +75,11 @@ class Tiles:
         return why_masked(*f.place, tile=NARROW)  # a plan that `prepare` reads again
 
     def estimate(self, f: CallFacts) -> float:
-        past = isinstance(f.pattern, causal)
-        # Dense calls take as long as without tiles, or longer; that needs no plan, which is large for long sequences.
-        if f.unmasked and f.n > 1 and not f.dropout_p and not (past and f.n <= MAX_CAUSAL):
-            return f.pairs * (0.7 if past else 1.05) * PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype) + 1e-4
+        if f.unmasked and f.n > 1 and not f.dropout_p:
+            dense = f.pairs * PAIR[f.grad] * pair_time(f.d_k, f.d_v, f.dtype)
+            past, short = isinstance(f.pattern, causal), f.n <= MAX_CAUSAL
+            if not (past and short and dense > WORTH_A_PLAN[f.grad]):  # as long as without tiles, or longer
+                return dense * (0.7 if past and not short else 1.05 if f.grad and not past else 1.2) + 1e-4
         return self.prepare(f).seconds
 
     def prepare(self, f: CallFacts) -> Prepared:
@@ -99,7 +102,10 @@ def _with_margin(variant: Prepared) -> Prepared:
 
 def variants(f: CallFacts) -> list[Prepared]:
     """Those that can run a pattern without data, bias or dropout."""
-    return [v for v in (_gathered(f), _concatenated(f), _merged(f)) if v is not None]
+    found = [v for v in (_gathered(f), _concatenated(f)) if v is not None]
+    # The plan of merged tiles takes as long again, and they were never the fastest for short causal calls.
+    short = f.unmasked and isinstance(f.pattern, causal) and f.n <= MAX_CAUSAL
+    return found if found and short else [*found, _merged(f)]
 
 
 def _with_data(f: CallFacts) -> Prepared | str:

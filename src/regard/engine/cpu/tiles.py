@@ -23,7 +23,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ... import compat
-from ...errors import BackendError
 from ...pattern import At, Pattern, positions
 from ...position import ByDistance
 from .. import reference_backend
@@ -198,7 +197,7 @@ class TileAttention:
 
     layouts: tuple[Layout, ...] | tuple[GatheredLayout]  # one for all batch rows, or one for each
     scale: float
-    pattern_and_offset: tuple[Pattern, At | Tensor] | None = None  # for double backward
+    pattern_and_offset: tuple[Pattern, At | Tensor] | None = None  # for the formula
     lengths: Int[Tensor, "b *two"] | None = None  # as `Call.lengths`; hidden keys are never read
     dropout_p: float = 0.0
     seed: int = 0
@@ -333,6 +332,23 @@ class TileAttention:
             keys["d" + x] = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(keys[x].shape)
         return dq, keys["dk"], keys["dv"], de
 
+    def drawn(self, q: Tensor, k: Tensor) -> Float[Tensor, "b h n m"] | None:
+        """What dropout multiplied the weight of each pair with; 0 where no tile has the pair. None: no dropout."""
+        if not self.dropout_p:
+            return None
+        run, columns = Executor(self, 1.0, Buffers(q)), torch.arange(k.shape[2], device=k.device)
+        table = q.new_zeros(*q.shape[:3], k.shape[2])
+        for layout, rows, keys in self._heads({"q": table}, {"k": columns.repeat(*k.shape[:2], 1)}):
+            for piece in layout.unfused.pieces(rows["q"].shape[0]):
+                factors, mask = run.dropout(q.new_empty(piece.score_shape)), piece.mask(q.dtype)
+                assert factors is not None
+                if mask is not None:  # other pieces have the pairs that it hides
+                    factors.masked_fill_(mask == -inf, 0.0)
+                (j,) = piece.load_keys(keys["k"], "k", run.buffers)
+                index = j[:, None].expand(piece.score_shape)
+                piece.rows_of(rows["q"]).scatter_add_(-1, index, piece.in_order(factors))
+        return table
+
 
 def with_flat_heads(x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h m d"]:
     """x, copied unless each head is contiguous and they are evenly spaced: a part of a longer cache is not copied."""
@@ -380,8 +396,9 @@ class _Attend(torch.autograd.Function):
         q, k, v, e, o, lse, *weights = ctx.saved_tensors
         if grad is None and grad_lse is None:
             return (None,) * 5
-        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated
-            return *_double_backward((grad, grad_lse), (q, k, v), e, ctx.call), None
+        create_graph = torch.is_grad_enabled()  # these gradients will be differentiated
+        if create_graph or any(x is not None and compat.is_batched(x) for x in (grad, grad_lse)):
+            return *_by_formula((grad, grad_lse), (q, k, v), e, ctx.call, create_graph), None
         grad = torch.zeros_like(o) if grad is None else grad
         saved = Saved(q, k, v, e, o, lse, weights, grad_lse)
         return *with_buffers(ctx.call.backward, grad, saved, ctx.needs_input_grad[3]), None
@@ -390,21 +407,23 @@ class _Attend(torch.autograd.Function):
 _apply = compat.apply_of(_Attend)
 
 
-def _double_backward(grads: tuple, inputs: tuple, e: Tensor | None, call: TileAttention) -> Gradients:
-    """The gradients of q, k, v and e by the formula, which can be differentiated. grads: of o and lse."""
-    if call.dropout_p or call.pattern_and_offset is None:
-        raise BackendError(
-            "double backward (create_graph=True) is not supported by backend='tiles' with dropout; use backend='sdpa'"
-        )
+def _by_formula(
+    grads: tuple, inputs: tuple, e: Tensor | None, call: TileAttention, create_graph: bool
+) -> Gradients:
+    """The gradients of q, k, v and e by the formula, whose operations PyTorch differentiates, and maps over many
+    gradients at once. grads: of o and lse."""
+    assert call.pattern_and_offset is not None
     (q, k, v), (pattern, at), bias = inputs, call.pattern_and_offset, None
-    if e is not None:
-        i = positions(pattern, q.shape[2], k.shape[2], at, q.device)
-        bias = e[:, torch.arange(k.shape[2], device=q.device) - i[:, None] - call.distances[0]]
-    terms: dict[str, Any] = {"lengths": call.lengths, "scale": call.scale, "softcap": call.softcap}
-    results = reference_backend.gradients(grads, Call(q, k, v, pattern, bias=bias, at=at, **terms))
-    if e is None or bias is None or results[3] is None:
-        return *results[:3], None
-    return *results[:3], torch.autograd.grad(bias, e, results[3], create_graph=True)[0]
+    with torch.enable_grad():
+        if e is not None:
+            i = positions(pattern, q.shape[2], k.shape[2], at, q.device)
+            bias = e[:, torch.arange(k.shape[2], device=q.device) - i[:, None] - call.distances[0]]
+        terms: dict[str, Any] = {"lengths": call.lengths, "scale": call.scale, "softcap": call.softcap}
+        formula = Call(q, k, v, pattern, bias=bias, at=at, **terms)
+        results = reference_backend.gradients(grads, formula, call.drawn(q, k), create_graph)
+        if e is None or bias is None or results[3] is None:
+            return *results[:3], None
+        return *results[:3], torch.autograd.grad(bias, e, results[3], create_graph=create_graph)[0]
 
 
 def attend(
