@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
+MAX_OFFSET = 1 << 40  # of queries: multiples of it, and products with other positions, fit 64 bits
+
 
 class RegardError(Exception):
     """The base class of all errors that regard raises."""
@@ -76,6 +78,8 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
                 )
             if name in ("sink_logits", "bias") and x.is_complex():
                 raise ShapeError(f"{name} is {x.dtype}; scores are real numbers: give {name}.real")
+            if name == "sink_logits" and x.dtype == torch.bool:
+                raise ShapeError("sink_logits is torch.bool; one number per query head is needed, a score")
             continue
         if x is None and name not in "xqkv":
             continue
@@ -90,10 +94,14 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
             "lengths is torch.bool; whole numbers are needed: mask.sum(-1), if True is a real token and padding "
             "comes after them; else the first real key and the end of each row, (b, 2)"
         )
-    if lengths is not None and lengths.is_floating_point():
+    if lengths is not None and (lengths.is_floating_point() or lengths.is_complex()):
         raise ShapeError(f"lengths is {lengths.dtype}; whole numbers are needed: lengths.long()")
     if isinstance(at, float):
         raise SpecError(f"at={at}: a query offset is a whole number")
+    if any(isinstance(x, int) and abs(x) > MAX_OFFSET for x in (at if isinstance(at, tuple) else (at,))):
+        raise SpecError(
+            f"at={at!r} is beyond ±2⁴⁰, and positions are computed in 64 bits; give a smaller offset"
+        )
     if not isinstance(scale, Real | None) or isinstance(scale, bool):
         raise SpecError(f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k")
 

@@ -290,3 +290,9 @@ def test_sizes_take_names_of_dtypes_and_devices_and_a_table_as_a_call_does():
         assert named == explain(rg.window(64), 4096, dtype=torch.bfloat16, device="cuda")
     assert explain(torch.ones(16, 16, dtype=torch.bool), 16).reason.startswith("tiles cannot: a bool tensor")
     assert explain(rg.causal(), 10**17).backend == "sdpa"
+
+
+def test_the_numbers_of_many_heads_are_apart_from_their_pattern():
+    text = str(rg.explain([rg.causal(), rg.window(1)] * 8, n=64, heads=16))
+    assert "\n  heads 0, 2, 4, 6, 8, 10, … causal(): " in text, text
+    assert "\n  heads 0, 2, 4, 6 causal(): " in str(rg.explain([rg.causal(), rg.window(1)] * 4, n=64))

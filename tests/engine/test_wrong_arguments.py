@@ -297,3 +297,49 @@ def test_sharded_tensors_name_what_runs_a_pattern_on_them():
             "some heads or batch rows), use torch.distributed.tensor.experimental.local_map around rg.attention, or "
             "x.to_local()"
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"lengths": torch.ones(2, dtype=torch.complex64)},
+            r"^lengths is torch\.complex64; whole numbers are",
+        ),
+        (
+            {"sink_logits": torch.ones(2, dtype=torch.bool)},
+            r"^sink_logits is torch\.bool; one number per query head",
+        ),
+        ({"backend": ["tiles"]}, r"^unknown backend \['tiles'\]; did you mean tiles\?$"),
+        ({"backend": None}, r"^unknown backend None; known: auto, "),
+        ({"at": 2**70}, r"^at=1180591620717411303424 is beyond ±2⁴⁰, and positions are computed in 64 bits"),
+        ({"at": (0, 2**60)}, r"^at=\(0, 1152921504606846976\) is beyond ±2⁴⁰"),
+        ({"at": torch.tensor([2**60, 2**60])}, r"^at=1152921504606846976 is beyond ±2⁴⁰"),
+    ],
+)
+def test_arguments_that_no_backend_can_read_are_refused_in_words(options, message):
+    with pytest.raises(rg.RegardError, match=message):
+        rg.attention(X, X, X, rg.causal() | rg.every(3), **options)
+
+
+@pytest.mark.parametrize("at", [2**40, -(2**40), (5, 2**40)])
+def test_offsets_up_to_the_limit_are_exact(at):
+    pattern = rg.every(3) | rg.strided(2)
+    results = [rg.attention(X, X, X, pattern, at=at, backend=name) for name in ("reference", "tiles")]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda i, j: None, r"it returned None, and a condition is needed, true or false$"),
+        (
+            lambda i, j: torch.ones(3, 3) > 0,
+            r"it returned shape \(3, 3\), which does not broadcast to that of its ",
+        ),
+    ],
+)
+def test_a_function_that_returns_no_condition_of_its_pairs_is_refused_in_words(fn, message):
+    for pattern in (rg.where(fn), rg.causal() & rg.where(fn)):
+        with pytest.raises(rg.RegardError, match=message):
+            rg.attention(X, X, X, pattern)

@@ -364,3 +364,22 @@ def test_a_part_is_not_built_alone():
         str(e.value)
         == "FeedForward is a part of a model; it is built by the block or the model that contains it"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": "x"}, r"^softcap='x' is not a number; leave it out for the default$"),
+        ({"softcap": True}, r"^softcap=True is not a number"),
+        ({"scale": [1.0]}, r"^scale=\[1\.0\] is not a number"),
+        ({"temperature": "low"}, r"^temperature='low' is not a number"),
+        (
+            {"sink_logits": torch.zeros(2)},
+            r"^sink_logits=tensor\(\[0\., 0\.\]\): a declaration says True or False",
+        ),
+        ({"sink_logits": "yes"}, r"^sink_logits='yes': a declaration says True or False"),
+    ],
+)
+def test_terms_of_the_softmax_of_another_kind_are_refused_in_words(options, message):
+    with pytest.raises(rg.SpecError, match=message):
+        rg.Attention(8, heads=2, **options)

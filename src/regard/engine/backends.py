@@ -79,6 +79,8 @@ def backend(name: str) -> Iterator[None]:
 
 def named(own: str = "auto") -> str:
     """The name of the backend of a call: its own, or that of the context."""
+    if type(own) is not str:  # it may have no hash
+        _require_known(own)
     within = own == "auto" and _open
     return _of_context() if within else own  # rg.backend(…) breaks a graph: for fullgraph=True, use backend=
 

@@ -82,7 +82,7 @@ def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
         launches.append((len(heads) * facts.data_rows // launch.rows, launch))
         name = numbered(heads[:6]) + (", …" if len(heads) > 6 else "")
         how = f"{launch.backend}, {launch.variant}, {launch.waste:.2f} × needed"
-        lines += [f"{name:<16}{part.pattern!r}: {how}", *launch.passes]
+        lines += [f"{name:<15} {part.pattern!r}: {how}", *launch.passes]
     return Explanation(
         facts.pattern, facts.n, facts.m,
         needed=sum(count * launch.needed for count, launch in launches),

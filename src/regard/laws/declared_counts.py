@@ -10,6 +10,7 @@ from .. import spec
 from ..costs.entry import cost
 from ..nn.example_inputs import example_inputs
 from ..pattern import full
+from ..pattern.grid import grid_size
 from .target import Part
 
 N, M, B = 13, 11, 2
@@ -43,7 +44,9 @@ def _lengths(declared: spec.Spec) -> dict[str, Any]:
             return {}
         case spec.EncoderDecoder():
             return {"n": N, "m": M}
-    return {"n": N}
+    attentions = [declared.attention] if isinstance(declared, spec.Block) else _attentions(declared)
+    sizes = [grid_size(a.pattern) for a in attentions]
+    return {"n": next((size for size in sizes if size is not None), N)}
 
 
 def _blocks(declared: spec.Spec) -> list[Any]:
@@ -59,10 +62,12 @@ def _blocks(declared: spec.Spec) -> list[Any]:
 
 def _is_dense(declared: spec.Spec) -> bool:
     """Whether every attention is full; with a pattern, the executed dense products exceed the counted ones."""
-    attentions = (
-        [declared] if isinstance(declared, spec.Attention) else [b.attention for b in _blocks(declared)]
-    )
+    attentions = _attentions(declared)
     return bool(attentions) and all(isinstance(a.pattern, full) for a in attentions)
+
+
+def _attentions(declared: spec.Spec) -> list[spec.Attention]:
+    return [declared] if isinstance(declared, spec.Attention) else [b.attention for b in _blocks(declared)]
 
 
 def _executed_flops(module: torch.nn.Module, declared: spec.Spec) -> int:

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import Any, TypeVar, dataclass_transform
 
 import torch
@@ -398,10 +398,21 @@ class where(Data):
         if isinstance(pairs, Tensor) and pairs.is_meta and isinstance(i, Tensor) and not i.is_meta:
             raise self._other_device(i)
         kind = pairs.dtype if isinstance(pairs, Tensor) else type(pairs)
-        if kind in (int, float) or (isinstance(kind, torch.dtype) and kind != torch.bool):
-            name = kind.__name__ if isinstance(kind, type) else kind
+        if kind in (int, float, NoneType) or (isinstance(kind, torch.dtype) and kind != torch.bool):
+            name = "None" if pairs is None else kind.__name__ if isinstance(kind, type) else kind
             raise SpecError(f"{self!r}: it returned {name}, and a condition is needed, true or false")
+        if isinstance(pairs, Tensor) and isinstance(i, Tensor) and not torch.compiler.is_compiling():
+            self._check_shape(pairs, i, j)
         return pairs
+
+    def _check_shape(self, pairs: Tensor, i: Tensor, j: Tensor) -> None:
+        each = torch.broadcast_shapes(i.shape, j.shape)
+        sizes = list(zip(reversed(pairs.shape), reversed(each)))
+        if any(size not in (1, whole) for size, whole in sizes):
+            raise ShapeError(
+                f"{self!r}: it returned shape {tuple(pairs.shape)}, which does not broadcast to that of its "
+                f"arguments, {tuple(each)}; compute it from i and j"
+            )
 
     def _other_device(self, i: Tensor) -> ShapeError:
         return ShapeError(

@@ -313,4 +313,14 @@ def _short(each: tuple) -> Any:
     return each[0] if len(set(each)) == 1 else each
 
 
+def grid_size(pattern: Pattern) -> int | None:
+    """The only number of positions that a pattern with a neighborhood accepts; None: there is no grid in it.
+
+    >>> from regard.pattern import causal
+    >>> grid_size(causal() & neighborhood((2, 3), 3)), grid_size(causal())
+    (6, None)
+    """
+    return next((word.size for word in pattern.leaves() if isinstance(word, neighborhood)), None)
+
+
 register(neighborhood)

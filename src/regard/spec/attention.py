@@ -124,6 +124,17 @@ class Attention(Spec):
             self.scale is None or self.temperature is None,
             "scale and temperature (1/scale) exclude each other; set one of them",
         )
+        for name in ("scale", "temperature", "softcap"):
+            number = getattr(self, name)
+            require(
+                number is None or (isinstance(number, int | float) and not isinstance(number, bool)),
+                f"{name}={number!r} is not a number; leave it out for the default",
+            )
+        require(
+            isinstance(self.sink_logits, bool),
+            f"sink_logits={self.sink_logits!r}: a declaration says True or False; the logits are a parameter of the "
+            f"module, and rg.attention takes them as a tensor",
+        )
         if self.temperature is not None:
             require(
                 self.temperature >= 0,

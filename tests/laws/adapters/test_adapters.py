@@ -417,3 +417,21 @@ def test_parameters_are_counted_for_heads_with_patterns_of_their_own():
     declared = rg.Attention(12, heads=4, pattern=[rg.causal(), rg.full(), rg.causal(), rg.full()])
     rows = counts_of(declared).call()
     assert [(name, told, found) for name, told, found in rows] == [("parameters", 624, 624)]
+
+
+@pytest.mark.parametrize("terms", [{"softcap": 0.3}, {"sink_logits": True}, {"extra_key": True}], ids=str)
+def test_no_law_is_broken_by_declared_terms_of_the_softmax(terms):
+    outcomes = rg.check(rg.Attention(12, heads=3, **terms)).outcomes
+    assert not [o.law.number for o in outcomes if o.status in ("broken", "raised")]
+    assert {"L46", "L48"} <= {o.law.number for o in outcomes if o.ran}
+
+
+def test_a_declaration_on_a_grid_is_checked_with_the_positions_of_its_grid():
+    attention = rg.Attention(12, heads=2, pattern=rg.neighborhood((3, 5), 3))
+    causal = rg.Attention(12, heads=2, pattern=[rg.neighborhood(7, 3, causal=True), rg.causal()])
+    model = rg.Encoder(rg.Block(attention, rg.FeedForward(16)), 2)
+    for declared, length, ran in ((causal, 7, {"L29", "L46"}), (model, 15, {"L46", "L48"})):
+        assert adapt(declared).length == length
+        outcomes = rg.check(declared).outcomes
+        assert not [o.law.number for o in outcomes if o.status in ("broken", "raised")]
+        assert ran <= {o.law.number for o in outcomes if o.ran}

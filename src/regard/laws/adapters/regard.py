@@ -18,6 +18,7 @@ from ...nn.cache import KeyValues
 from ...nn.feed_forward import FeedForward
 from ...nn.stack import EncoderDecoder, Stack, Vision
 from ...pattern import Both, Pattern, causal, full, per_head, window
+from ...pattern.grid import grid_size
 from ...position import learned
 from ..target import Function, Model, Projections
 from .seeded import seeded
@@ -38,6 +39,8 @@ PROMISES = {
     "grouped",
     *{"n≠m", "d_v≠d_k", "mask and causal", "empty rows", "nan under lengths"},
 }
+# Laws of these options call a model with more or fewer positions, too.
+CALLS_OF_OTHER_LENGTHS = {"lengths", "documents", "nan under lengths"}
 
 
 def regard_function(backend: str = "auto") -> Function:
@@ -143,6 +146,7 @@ def _attention(module: MultiHeadAttention, source: str | None) -> Model:
         supported |= {"context", "context lengths"}
     plain = declared.score == "dot" and declared.position is None and declared.factor is None
     plain = plain and declared.output and isinstance(declared.pattern, full)
+    plain = plain and declared.softcap is None and not (declared.sink_logits or declared.extra_key)
     return Model(
         f"regard.{declared!r}",
         module,
@@ -377,9 +381,12 @@ def zero_branches(module: nn.Module) -> None:
 def _declarations(
     declared: spec.Attention, supported: set[str], embedding: spec.Embedding | None = None, cache: bool = True
 ) -> dict[str, Any]:
-    """claims, lacks and alignment that follow from the attention spec of a model."""
+    """claims, lacks, alignment and the only length, that follow from the attention spec of a model."""
     claims = {*supported, "float64", "float32", "grad"}
-    past = (declared.pattern - patterns.causal()).count(64) == 0
+    length = grid_size(declared.pattern)
+    if length is not None:  # every call has all positions of the grid
+        claims, cache = claims - CALLS_OF_OTHER_LENGTHS, False
+    past = (declared.pattern - patterns.causal()).count(length or 64) == 0
     if past:
         claims |= {"always causal"} | (
             {"cache"} if cache and declared.sizes.d_out == declared.d_model else set()
@@ -396,7 +403,8 @@ def _declarations(
         if has_positions or not isinstance(declared.pattern, full)
         else {"positions", "relative positions"}
     )
-    return {"claims": claims, "lacks": lacks, "alignment": "bottom-right"}
+    lacks |= set() if length is None else CALLS_OF_OTHER_LENGTHS
+    return {"claims": claims, "lacks": lacks, "alignment": "bottom-right", "length": length}
 
 
 def _window(pattern: Pattern) -> tuple[int, int] | None:
