@@ -384,6 +384,22 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
+@contextmanager
+def suppress_no_batching() -> Iterator[None]:
+    """Leave this block where PyTorch has no rule for a batch of gradients: torch.autograd.grad(is_grads_batched=True)
+    differentiates operations, so what follows is the formula."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Batching rule not implemented" not in str(error):
+            raise
+
+
+def without_graph(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What a backward pass returns: gradients with a graph only if create_graph=True. A batch cannot be detached."""
+    return grads if torch.is_grad_enabled() else tuple(x if x is None else x.clone() for x in grads)
+
+
 def visible_ranges(lengths: Int[Tensor, "b *two"] | None, b: int, m: int) -> list[tuple[int, ...]]:
     """The first visible key of each batch row, and the end of its keys. lengths: as `Call.lengths`."""
     if lengths is None:

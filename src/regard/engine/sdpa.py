@@ -19,7 +19,18 @@ from .. import compat, reference
 from ..pattern import causal, full
 from ..position import ByDistance
 from . import reference_backend
-from .call import Attend, Call, CallFacts, Prepared, eager, needs_grad, readable, zero_rows
+from .call import (
+    Attend,
+    Call,
+    CallFacts,
+    Prepared,
+    eager,
+    needs_grad,
+    readable,
+    suppress_no_batching,
+    without_graph,
+    zero_rows,
+)
 from .cpu.kernels import PAIR, fused_backward, fused_forward, pair_time
 from .gpu_estimates import sdpa_dense
 from .query_chunks import PAIRS, by_queries
@@ -239,10 +250,17 @@ class _Fused(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()  # these gradients will be differentiated again
         # Beside a bias of −1e9 in all of a row, ln Σ exp loses the logarithm of their number: exp(score − lse) is
         # then 1 for each of m keys, not the weight 1/m.
-        if create_graph or (biased and lse.abs().amax() * torch.finfo(lse.dtype).eps > MAX_ROUNDING):
-            with torch.enable_grad():
-                call = _as_call(q, k, v, mask, is_causal, scale)
-                grads = reference_backend.gradients((grad, None), call)[:3]
-            return *(g if g is None or create_graph else g.detach() for g in grads), None, None, None, None
-        grads = fused_backward(grad, (q, k, v, o, lse), scale, mask, is_causal)
-        return *grads, None, None, None, None
+        rounds = biased and lse.abs().amax() * torch.finfo(lse.dtype).eps > MAX_ROUNDING
+        if not (create_graph or rounds):
+            with suppress_no_batching():
+                return (
+                    *fused_backward(grad, (q, k, v, o, lse), scale, mask, is_causal),
+                    None,
+                    None,
+                    None,
+                    None,
+                )
+        with torch.enable_grad():
+            call = _as_call(q, k, v, mask, is_causal, scale)
+            grads = reference_backend.gradients((grad, None), call)[:3]
+        return *without_graph(grads), None, None, None, None

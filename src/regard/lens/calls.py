@@ -83,6 +83,7 @@ def joined_heads(
     if first.sink_logits is not None:
         sinks = first.sink_logits.new_empty(q.shape[1])
         for heads, part in parts:
+            assert part.sink_logits is not None  # all heads of a layer have one, or none
             sinks[heads] = part.sink_logits
     mods = (ByHeads(tuple((tuple(heads), part.score_mods) for heads, part in parts)),)
     return QueryKeyScores(q, k, v, first.scale, mods, first.ties, sinks)

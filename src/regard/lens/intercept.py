@@ -417,9 +417,10 @@ def _reporting_by_head(original: Callable[..., Tensor]) -> Callable[..., Tensor]
         parts: list[tuple[list[int], QueryKeyScores]] = []
 
         def run_part(pattern, q, k, v, heads):
-            with patch.object(interceptor, "parts", []):
+            own: list[QueryKeyScores] = []
+            with patch.object(interceptor, "parts", own):
                 out = run(pattern, q, k, v, heads)
-                parts.extend((heads.tolist(), source) for source in interceptor.parts)
+            parts.extend((heads.tolist(), source) for source in own)
             return out
 
         out = original(given, q, k, v, run_part)

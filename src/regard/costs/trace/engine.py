@@ -66,7 +66,8 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
             allocate = kernels.Buffers._allocate
             put(kernels.Buffers, "_allocate", lambda *args: trace.keeping(allocate, *args))
             put(tiles, "Executor", _Executor)
-            known, pieces = {}, layout.Layout.pieces
+            known: dict = {}
+            pieces = layout.Layout.pieces
             put(layout.Layout, "pieces", lambda of, heads: _pieces(known, pieces, of, heads))
             for name in ("fused", "with_bias"):
                 put(layout.Layout, name, property(partial(_groups, vars(layout.Layout)[name])))
@@ -109,8 +110,8 @@ class _FewChunks(query_chunks.Job):
     """In place of query_chunks.Job: the first chunk, then all but the last ones as one, and these."""
 
     def __new__(cls, run, formula, settings, by_distance, queries):
-        runs = (partial(_run_chunk, x, queries, []) for x in (run, formula))
-        return super().__new__(cls, *runs, settings, by_distance, queries)
+        run, formula = (partial(_run_chunk, x, queries, []) for x in (run, formula))
+        return super().__new__(cls, run, formula, settings, by_distance, queries)
 
     def chunks(self, n):
         count, size = -(-n // self.queries), self.queries
@@ -132,7 +133,9 @@ def _run_chunk(run: Any, queries: int, first: list[Outputs], call: Call) -> Outp
         o, lse = _Chunks.apply(first[0], call.n, stored, *(x for x in learned if x is not None))
         return o, lse
     outputs = run(call)
-    first[:] = first or [tuple(None if x is None else _of_rows(x, 0, True) for x in outputs)]
+    if not first:
+        o, lse = outputs
+        first.append((_of_rows(o, 0, True), None if lse is None else _of_rows(lse, 0, True)))
     return outputs
 
 

@@ -27,7 +27,7 @@ from ...errors import BackendError
 from ...pattern import At, Pattern, positions
 from ...position import ByDistance
 from .. import reference_backend
-from ..call import Call, computed_in, visible_ranges
+from ..call import Call, computed_in, suppress_no_batching, visible_ranges, without_graph
 from . import kernels
 from .gathered_layout import GatheredLayout, GatheredPiece
 from .kernels import Buffers, with_buffers
@@ -380,11 +380,14 @@ class _Attend(torch.autograd.Function):
         q, k, v, e, o, lse, *weights = ctx.saved_tensors
         if grad is None and grad_lse is None:
             return (None,) * 5
-        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated
-            return *_double_backward((grad, grad_lse), (q, k, v), e, ctx.call), None
-        grad = torch.zeros_like(o) if grad is None else grad
-        saved = Saved(q, k, v, e, o, lse, weights, grad_lse)
-        return *with_buffers(ctx.call.backward, grad, saved, ctx.needs_input_grad[3]), None
+        if not torch.is_grad_enabled():  # else create_graph=True: these gradients will be differentiated
+            with suppress_no_batching():
+                do = torch.zeros_like(o) if grad is None else grad
+                saved = Saved(q, k, v, e, o, lse, weights, grad_lse)
+                return *with_buffers(ctx.call.backward, do, saved, ctx.needs_input_grad[3]), None
+        with torch.enable_grad():
+            grads = _double_backward((grad, grad_lse), (q, k, v), e, ctx.call)
+        return *without_graph(grads), None
 
 
 _apply = compat.apply_of(_Attend)
