@@ -11,6 +11,7 @@ constant, so a sum over a million queries needs two periods of them.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import gcd
 from typing import Any
@@ -24,6 +25,7 @@ PerQuery = (
 )  # one number per query, or one for all
 FAR = 1 << 60  # beyond any position; small enough to add to without overflow
 CHUNK = 1 << 15  # rows evaluated at a time: the arrays stay in the second-level cache
+MAX_PERIOD = 1 << 22  # of rows of which one number each is held
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,48 @@ def total(count: Callable[[Ints], Ints], n: int, breaks: Iterable[int], slack: i
 
     A break may be off by `slack`: rows that near are counted one by one.
     """
+
+    def between(start: int, stop: int) -> int:
+        return _periodic_sum(count, start, stop, period)
+
+    return _by_breaks(partial(_sum, count), between, n, breaks, slack)
+
+
+def _by_breaks(
+    one_by_one: Callable[[int, int], int],
+    between: Callable[[int, int], int],
+    n: int,
+    breaks: Iterable[int],
+    slack: int,
+) -> int:
+    """A sum over 0 ≤ t < n: one by one near the breaks, `between` elsewhere."""
     breaks = list(breaks)
     edges = {min(max(at + s, 0), n) for at in breaks for s in (-slack, slack + 1)} | {0, n}
     result = 0
     for start, stop in pairwise(sorted(edges)):
         broken = any(start <= at + slack and at - slack < stop for at in breaks)
-        result += _sum(count, start, stop) if broken else _periodic_sum(count, start, stop, period)
+        result += one_by_one(start, stop) if broken else between(start, stop)
     return result
+
+
+def zeros(count: Callable[[Ints], Ints], n: int, breaks: Iterable[int], slack: int, period: int) -> int:
+    """For how many t = 0 … n − 1 count(t) is 0, exactly, where it is never negative; breaks as in `total`."""
+
+    def is_zero(t: Ints) -> Ints:
+        return np.asarray(count(t) == 0, dtype=np.int64)
+
+    def between(start: int, stop: int) -> int:
+        if stop - start <= 2 * period or period > MAX_PERIOD:
+            return _sum(is_zero, start, stop)
+        # In steps of a period count(t) is a line, never negative: 0 everywhere, at one of its ends, or nowhere.
+        # (Both ends 0 is everywhere.)
+        periods, rest = divmod(stop - start, period)
+        first = _rows(is_zero, start, start + period)
+        last = np.roll(_rows(is_zero, stop - period, stop), rest)
+        numbers = periods + (np.arange(period) < rest)
+        return int(np.where(first & last, numbers, first + last).sum())
+
+    return _by_breaks(partial(_sum, is_zero), between, n, breaks, slack)
 
 
 def _periodic_sum(count: Callable[[Ints], Ints], start: int, stop: int, period: int) -> int:

@@ -301,3 +301,25 @@ def test_derivatives_of_tensors_that_depend_on_one_another(backend, chunks, monk
         got, want = (derivatives(partial(composed, f), [x], 3) for f in (of_attention, expected))
         for a, b in zip(got, want):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_double_backward_computes_the_gradients_of_inputs_that_need_one(needed, backend, monkeypatch):
+    q, k, v = leaves()
+    wanted = [x for i, x in enumerate((q, k, v)) if i in needed]
+    expected = derivatives(lambda: rg.attention(q, k, v, PATTERN, backend=backend), wanted, 2)
+    in_chunks(monkeypatch)
+    asked, plain = set(), query_chunks.differentiate
+
+    def noted(outputs, inputs, *more, **options):
+        asked.add(frozenset(i for i, x in enumerate(inputs[-query_chunks.LEARNED :]) if x is not None))
+        return plain(outputs, inputs, *more, **options)
+
+    monkeypatch.setattr(query_chunks, "differentiate", noted)
+    for i, x in enumerate((q, k, v)):
+        x.requires_grad_(i in needed)
+    found = derivatives(lambda: rg.attention(q, k, v, PATTERN, backend=backend), wanted, 2)
+    assert asked == {frozenset(needed)}
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y)

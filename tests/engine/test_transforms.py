@@ -325,3 +325,22 @@ def test_numbers_of_a_pattern_that_are_mapped_are_refused_with_a_reason(word):
         rg.ShapeError, match=r"torch\.vmap maps over its .*; give those of all rows to one call"
     ):
         torch.vmap(lambda k, x: rg.attention(k, k, k, word(x)))(k, numbers)
+
+
+@pytest.mark.parametrize("d_v", [8, 5])
+@pytest.mark.parametrize("backend", ["sdpa", "tiles", "reference"])
+@pytest.mark.parametrize("pattern", [rg.causal(), rg.causal() & (rg.window(3) | rg.every(5))], ids=repr)
+def test_a_batch_of_gradients_is_each_of_them(pattern, backend, d_v):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 67, 8), torch.randn(2, 2, 67, 8), torch.randn(2, 2, 67, d_v)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    grads = torch.randn(3, 2, 4, 67, d_v)
+
+    def output():
+        return rg.attention(q, k, v, pattern, backend=backend)
+
+    found = torch.autograd.grad(output(), inputs, grads, is_grads_batched=True)
+    one_by_one = zip(*(torch.autograd.grad(output(), inputs, grad) for grad in grads))
+    for x, each in zip(found, one_by_one):
+        torch.testing.assert_close(x, torch.stack(each))
+        assert not x.requires_grad

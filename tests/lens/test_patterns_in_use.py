@@ -44,3 +44,38 @@ def test_a_default_device_hides_no_call():
     expected = rg.look(model, x).map(0, 2)
     with torch.device("cpu"):  # a function mode, as rg.use is
         assert torch.equal(rg.look(model, x).map(0, 2), expected)
+
+
+@pytest.mark.parametrize("build", [Calls, multihead])
+def test_heads_with_patterns_of_their_own_are_one_layer_in_their_order(build):
+    torch.manual_seed(0)
+    model, x = build().eval(), torch.randn(2, 11, 12)
+    patterns = [rg.causal() & rg.window(2), rg.causal(), rg.causal() & rg.window(2)]
+    with rg.use(model, patterns):
+        view = rg.look(model, x)
+        assert len(view.calls) == 1 and not view.missed
+        for head, pattern in enumerate(patterns):
+            assert torch.equal(view.map(0, head, batch=1) > 0, pattern.allowed(11))
+        each = torch.stack([view.map(0, head) for head in range(3)])
+        assert torch.equal(view.call(0).weights(), each)
+        assert torch.equal(view.call(0).weights([2, 0]), each[[2, 0]])
+    for head, pattern in enumerate(patterns):
+        with rg.use(model, pattern):
+            torch.testing.assert_close(rg.look(model, x).map(0, head), each[head])
+
+
+@pytest.mark.parametrize("kv_heads", [3, 1])
+def test_heads_of_a_hugging_face_model_with_patterns_of_their_own_are_one_layer(kv_heads):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=12, intermediate_size=16, num_attention_heads=3, num_key_value_heads=kv_heads,
+        num_hidden_layers=2, vocab_size=31,
+    )  # fmt: skip
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(0, 31, (1, 11))
+    patterns = [rg.window(2), rg.full(), rg.window(2)]
+    with rg.use(model, patterns):
+        view = rg.look(model, ids)
+    assert len(view.calls) == 2 and [call.heads for call in view.calls] == [3, 3]
+    for head, pattern in enumerate(patterns):
+        assert torch.equal(view.map(1, head) > 0, (rg.causal() & pattern).allowed(11))

@@ -2,20 +2,30 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pattern_strategies import offsets, patterns
+from regard.costs.entry import cost
 from regard.pattern import (
+    Pattern,
     causal,
     count_rows,
+    counting,
     documents,
+    empty_rows,
     every,
     full,
     lengths,
     per_head,
+    query_offset,
+    rows,
     selected,
     sinks,
     tree,
     window,
 )
+from regard.spec import Attention
 
 N, M, ROWS = 7, 11, 3
 OFFSETS, ENDS = torch.tensor([4, 0, 4]), torch.tensor([11, 5, 0])
@@ -64,3 +74,19 @@ def test_heads_without_data_count_in_every_batch_row_that_the_data_of_others_tel
     assert allowed.shape == (ROWS, 3, N, M)
     assert heads.count(N, M) == int(allowed.sum())
     assert heads.row_counts(N, M).tolist() == allowed.sum((0, 1, 3)).tolist()
+
+
+@given(patterns, st.integers(1, 700), st.integers(1, 700), offsets)
+def test_rows_without_a_key_are_counted_from_two_periods(pattern, n, m, at):
+    start, step = query_offset(pattern, n, m, 0 if at is None and n > m else at)
+    empty = int((pattern.row_counts(n, m, (start, step)) == 0).sum())
+    assert empty == empty_rows(pattern, n, m, start, step)
+    assert empty == counting.empty_rows(pattern.terms(), n, m, start, step)
+
+
+def test_rows_without_a_key_need_no_number_for_each_query(monkeypatch):
+    n, spec = 10**8 + 7, Attention(8, pattern=causal() & (window(3) | every(64)))
+    monkeypatch.setattr(Pattern, "row_counts", None)
+    assert empty_rows(every(3, 2) & rows(4, 1), n, n, 0, 1) == n - -(-(n - 1) // 4)
+    assert empty_rows(causal() & every(64, 63), n, n, 0, 1) == 63
+    assert cost(spec, n=n).pairs[0].full == n * n

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import BackendError, ShapeError
-from ..pattern import At, Pattern, causal, full, positions, query_offset
+from ..pattern import At, Pattern, causal, empty_rows, full, positions, query_offset
 from ..pattern.heads import launches
 from ..position import ByDistance
 from ..reference import Ties, default_scale
@@ -413,7 +413,7 @@ def replaced(call: Call, **changes: Any) -> Call:
 
 @lru_cache(maxsize=256)
 def has_empty_row(pattern: Pattern, n: int, m: int, start: int, step: int) -> bool:
-    return m == 0 or bool((pattern.row_counts(n, m, (start, step)) == 0).any())
+    return m == 0 or empty_rows(pattern, n, m, start, step) > 0
 
 
 def dense(pattern: Pattern, n: int, m: int, at: At | Tensor, like: Tensor) -> Bool[Tensor, "*b n m"]:

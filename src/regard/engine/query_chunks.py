@@ -155,12 +155,12 @@ class _Gradients(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.job = job
         ctx.save_for_backward(*inputs)
-        return _gradients(job, inputs[2:], inputs[:2], [x is not None for x in inputs[2:]])
+        return _gradients(job, inputs[2:], inputs[:2], ctx.needs_input_grad[3:])
 
     @staticmethod
     def backward(ctx, *grads):
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        results = _second_gradients(ctx.job, inputs, grads, torch.is_grad_enabled())
+        results = _second_gradients(ctx.job, inputs, grads, needed, torch.is_grad_enabled())
         return None, *_padded(results, needed)
 
 
@@ -171,7 +171,7 @@ def _padded(grads: Tensors, needed: Sequence[bool]) -> Tensors:
 
 def _gradients(job: Job, tensors: Tensors, grads: Tensors, needed: Sequence[bool]) -> Tensors:
     """Those of the first tensors of a call, as far as they are needed."""
-    call, sums = job.call(tensors), _Sums(tensors[:LEARNED], by_query=1)
+    call, sums = job.call(tensors), _Sums(_where(needed, tensors[:LEARNED]), by_query=1)
     for rows in job.chunks(call.n):
         with torch.enable_grad(), without_autocast(call.q):  # the forward pass had these dtypes
             chunk, leaves = _detached(_chunk(call, rows), needed)
@@ -180,10 +180,13 @@ def _gradients(job: Job, tensors: Tensors, grads: Tensors, needed: Sequence[bool
     return sums.results
 
 
-def _second_gradients(job: Job, inputs: Tensors, of_gradients: Tensors, create_graph: bool) -> Tensors:
-    """Those of the inputs of `_Gradients`: of the gradients of o and lse, and of the first tensors of a call.
-    create_graph: these are differentiated as well, and the call is one chunk."""
-    call, grads, sums = job.call(inputs[2:]), inputs[:2], _Sums(inputs[: 2 + LEARNED], by_query=3)
+def _second_gradients(
+    job: Job, inputs: Tensors, of_gradients: Tensors, needed: Sequence[bool], create_graph: bool
+) -> Tensors:
+    """Those of the inputs of `_Gradients`: of the gradients of o and lse, and of the first tensors of a call, as far
+    as they are needed. create_graph: these are differentiated as well, and the call is one chunk."""
+    call, grads, used = job.call(inputs[2:]), inputs[:2], [x is not None for x in of_gradients]
+    sums = _Sums(_where(needed, inputs[: 2 + LEARNED]), by_query=3)
     queries = call.n if create_graph else max(job.queries // 4, MIN_QUERIES)  # each holds more
     for rows in job._replace(queries=queries).chunks(call.n):
         with torch.enable_grad():
@@ -192,12 +195,17 @@ def _second_gradients(job: Job, inputs: Tensors, of_gradients: Tensors, create_g
                 tensors, own = tuple(map(alias, _tensors(chunk))), tuple(map(alias, own))
                 chunk, leaves = _with_tensors(chunk, tensors), tensors[:LEARNED]
             else:
-                chunk, leaves = _detached(chunk, [True] * LEARNED)
-                own = tuple(None if x is None else x.detach().requires_grad_() for x in own)
-            first = differentiate(job.formula(chunk), leaves, own, create_graph=True)
+                chunk, leaves = _detached(chunk, [a or b for a, b in zip(used, needed[2:])])
+                own = tuple(x if x is None else x.detach().requires_grad_(a) for x, a in zip(own, needed))
+            first = differentiate(job.formula(chunk), _where(used, leaves), own, create_graph=True)
             others = *_of_queries(of_gradients[:1], rows), *of_gradients[1:]
-            sums.add(rows, differentiate(first, (*own, *leaves), others, create_graph))
+            sums.add(rows, differentiate(first, _where(needed, (*own, *leaves)), others, create_graph))
     return sums.results
+
+
+def _where(needed: Sequence[bool], tensors: Tensors) -> Tensors:
+    """None in place of those that are not needed."""
+    return tuple(x if need else None for x, need in zip(tensors, needed))
 
 
 def _detached(call: Call, needed: Sequence[bool]) -> tuple[Call, Tensors]:

@@ -241,10 +241,14 @@ class _Fused(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()  # these gradients will be differentiated again
         # Beside a bias of −1e9 in all of a row, ln Σ exp loses the logarithm of their number: exp(score − lse) is
         # then 1 for each of m keys, not the weight 1/m.
-        if create_graph or (biased and lse.abs().amax() * torch.finfo(lse.dtype).eps > MAX_ROUNDING):
-            with torch.enable_grad():
-                call = _as_call(q, k, v, mask, is_causal, scale)
-                grads = reference_backend.gradients((grad, None), call)[:3]
-            return *(g if g is None or create_graph else g.detach() for g in grads), None, None, None, None
-        grads = fused_backward(grad, (q, k, v, o, lse), scale, mask, is_causal)
-        return *grads, None, None, None, None
+        rounds = biased and lse.abs().amax() * torch.finfo(lse.dtype).eps > MAX_ROUNDING
+        batched = compat.is_batched(grad)  # PyTorch has no rule for a batch in the fused operation
+        if not (create_graph or rounds or batched):
+            return *fused_backward(grad, (q, k, v, o, lse), scale, mask, is_causal), None, None, None, None
+        with torch.enable_grad():
+            call = _as_call(q, k, v, mask, is_causal, scale)
+            grads = reference_backend.gradients((grad, None), call, create_graph=create_graph or not batched)[
+                :3
+            ]
+        with_graph = create_graph or batched  # a batch cannot be detached, and has no graph here
+        return *(g if g is None or with_graph else g.detach() for g in grads), None, None, None, None

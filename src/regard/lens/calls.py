@@ -4,6 +4,7 @@ A call is stored as the input of its softmax: q, k, the scale and what modifies 
 memory, whatever kernel ran. For an eager call, which computes its weights as a tensor, the weights are stored.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import index
@@ -18,7 +19,7 @@ from ..compat import version
 from ..errors import RegardError, ShapeError
 from ..reference import Ties, hardmax, softmax, with_sink
 from .products import Product, Rows
-from .score_mods import CausalMask, Heads, Region, ScoreMod
+from .score_mods import ByHeads, CausalMask, Heads, Region, ScoreMod
 from .score_mods import Rows as RowIndices
 
 Implementation = Literal["sdpa", "flex", "fast path", "eager", "regard"]
@@ -69,6 +70,23 @@ class QueryKeyScores:
         if self.sink_logits is None:
             return softmax(scores)
         return softmax(with_sink(scores, None, self.sink_logits[region.heads])[0])[..., :-1]
+
+
+def joined_heads(
+    q: Float[Tensor, "b h n d_k"],
+    k: Float[Tensor, "b h_kv m d_k"],
+    v: Float[Tensor, "b h_kv m d_v"],
+    parts: Sequence[tuple[list[int], QueryKeyScores]],
+) -> QueryKeyScores:
+    """One call of all heads from calls of some of them each: the heads of each part, and its call."""
+    (_, first), sinks = parts[0], None
+    if first.sink_logits is not None:
+        sinks = first.sink_logits.new_empty(q.shape[1])
+        for heads, part in parts:
+            assert part.sink_logits is not None  # all heads of a layer have one, or none
+            sinks[heads] = part.sink_logits
+    mods = (ByHeads(tuple((tuple(heads), part.score_mods) for heads, part in parts)),)
+    return QueryKeyScores(q, k, v, first.scale, mods, first.ties, sinks)
 
 
 def _products(

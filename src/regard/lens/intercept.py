@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,9 @@ from ..compat import (
 )
 from ..engine import attention as engine
 from ..errors import RegardError
+from ..interop import patterned
 from .axes import PRODUCTS, Parts
-from .calls import Implementation, Positions, QueryKeyScores, Role, Source, StoredWeights
+from .calls import Implementation, Positions, QueryKeyScores, Role, Source, StoredWeights, joined_heads
 from .operators import READERS, SdpaArguments, arguments_by_name, from_flex, from_sdpa
 from .process_wide import SharedChange, eager_compiled_functions, replaced_functions
 from .products import Product, Rows, read_product, sides_of, sides_of_one_key
@@ -82,6 +84,7 @@ class Interceptor(DispatchMode):
         self._paths = _module_paths(model)
         self._calls = 0
         self.empty: list[str] = []  # calls without a batch row, a query or a key: there is nothing to show
+        self.parts: list[QueryKeyScores] | None = None  # collects the calls of some heads each
         self._paused = 0  # > 0 inside a call that is already reported, and in our own operations
         # The running modules, innermost last, each with what was seen before it (`_seen`), and whether a module
         # inside it has "attention" in its name.
@@ -346,6 +349,7 @@ def _reporting_functions() -> Iterator[None]:
     """The process-wide part of the interception."""
     sdpa, attention = torch.nn.functional.scaled_dot_product_attention, engine.attention
     replacements = {sdpa: _reporting_sdpa(sdpa), attention: _reporting_regard(attention)}
+    replacements[patterned.by_head] = _reporting_by_head(patterned.by_head)
     with ExitStack() as undo:
         for hook in (register_module_forward_pre_hook(_enter), register_module_forward_hook(_leave)):
             undo.callback(hook.remove)
@@ -394,10 +398,39 @@ def _reporting_regard(original: Callable[..., Any]) -> Callable[..., Any]:
         scale = call.factor if call.scale is None else float(call.scale)
         mods = (RegardArguments(call),)
         source = QueryKeyScores(call.q, call.k, call.v, scale, mods, call.ties, call.sink_logits)
+        if interceptor.parts is not None:  # of a call by heads, which is reported as a whole
+            interceptor.parts.append(source)
+            return interceptor.run(None, original, *args, **kwargs)
         interceptor.report("regard", source)
         return interceptor.run(source, original, *args, **kwargs)
 
     return attention
+
+
+def _reporting_by_head(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """For `by_head`, which runs the heads of each pattern of rg.use by themselves: they are one layer."""
+
+    def by_head(given, q, k, v, run):
+        interceptor = _active()
+        if interceptor is None or interceptor.paused or transforms_active():
+            return original(given, q, k, v, run)
+        parts: list[tuple[list[int], QueryKeyScores]] = []
+
+        def run_part(pattern, q, k, v, heads):
+            own: list[QueryKeyScores] = []
+            with patch.object(interceptor, "parts", own):
+                out = run(pattern, q, k, v, heads)
+            parts.extend((heads.tolist(), source) for source in own)
+            return out
+
+        out = original(given, q, k, v, run_part)
+        if not parts:  # weights were requested: their product was intercepted
+            return out
+        source = joined_heads(q, k, v, parts)
+        interceptor.report("regard", source)
+        return interceptor.run(source, lambda: out)
+
+    return by_head
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
 """What modifies the scores q·k before the softmax: masks, biases, patterns, functions of a pair."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol, runtime_checkable
 
@@ -96,6 +96,26 @@ class RegardArguments:
             scores.masked_fill_(~region.take(call.table), -inf)
         if (visible := call.visible()) is not None:
             scores.masked_fill_(~visible[region.batch, : region.keys], -inf)
+        return scores
+
+
+@dataclass(frozen=True, eq=False)
+class ByHeads:
+    """Each part of the heads has modifications of its own, which number these heads from 0."""
+
+    parts: tuple[tuple[tuple[int, ...], tuple[ScoreMod, ...]], ...]
+
+    def apply(self, scores: Float[Tensor, "h r m"], region: Region) -> Float[Tensor, "h r m"]:
+        count = sum(len(heads) for heads, _ in self.parts)
+        wanted = list(range(count))[region.heads] if isinstance(region.heads, slice) else region.heads
+        for heads, mods in self.parts:
+            at = [i for i, head in enumerate(wanted) if head in heads]
+            if not at:
+                continue
+            own, part = replace(region, heads=[heads.index(wanted[i]) for i in at]), scores[at]
+            for mod in mods:
+                part = mod.apply(part, own)
+            scores[at] = part
         return scores
 
 

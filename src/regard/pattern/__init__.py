@@ -24,7 +24,7 @@ from .heads import per_head
 from .packed import documents
 from .parse import parse_pattern
 from .relation import Relation
-from .rows import count_rows
+from .rows import count_rows, empty_rows
 from .word import Related, Shorthand, Word
 from .words import *  # noqa: F403  # the words, which its own __all__ lists
 from .words import __all__ as _words
@@ -50,6 +50,7 @@ __all__ = [
     "classify",
     "count_rows",
     "documents",
+    "empty_rows",
     "lengths",
     "neighborhood",
     "parse_pattern",

@@ -109,15 +109,32 @@ def _pairs(r: Relation, n: int, m: int, start: int, step: int, budget: _Budget) 
     if len(differences) < min(n, 2 * period) and visits < min(n, 2 * period) // 2:
         budget.spend(visits)
         return _by_diagonals(r, differences, n, m, start, step)
+    breaks, slack, bounds = _breaks(r, m, start, step)
+    rows = row_counter({r: 1}, m, start, step, _dtype(r, bounds | {start, start + step * n}))
+    return progression.total(budget.charged(rows), n, breaks, slack, period // gcd(period, step))
+
+
+def _breaks(r: Relation, m: int, start: int, step: int) -> tuple[set[int], int, set[int]]:
+    """The rows at which another bound begins to matter, how far off they may be, and all bounds."""
     fixed = {0, m - 1} | ({r.key_below - 1} if r.key_below < FAR else set())  # bounds on j that stay
     moving = {-b for b in (r.near, r.far) if abs(b) < FAR} | (
         {0} if r.blocks else set()
     )  # those that move with i
     ends = {r.query_below} if r.query_below < FAR else set()
-    breaks = [(x - start) // step for x in {b - a for a in moving for b in fixed} | ends]
+    breaks = {(x - start) // step for x in {b - a for a in moving for b in fixed} | ends}
     slack = sum(r.blocks) // step + 1  # the bounds of a block are a staircase along j = i
-    rows = row_counter({r: 1}, m, start, step, _dtype(r, fixed | moving | ends | {start, start + step * n}))
-    return progression.total(budget.charged(rows), n, breaks, slack, period // gcd(period, step))
+    return breaks, slack, fixed | moving | ends
+
+
+def empty_rows(terms: Terms, n: int, m: int, start: int, step: int) -> int:
+    """How many of the n queries have no key."""
+    breaks, slack, period = set[int](), 0, 1
+    for r in terms:
+        own_breaks, own_slack, _ = _breaks(r, m, start, step)
+        breaks, slack, period = breaks | own_breaks, max(slack, own_slack), lcm(period, r.period)
+    return progression.zeros(
+        row_counter(terms, m, start, step), n, breaks, slack, period // gcd(period, step)
+    )
 
 
 def _by_keys(r: Relation, start: int) -> Relation:

@@ -6,7 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..progression import CHUNK
+from . import counting
 from .algebra import At, Both, Either, Not, Pattern, query_offset
+from .word import Word
 from .words import sinks
 
 
@@ -27,6 +30,13 @@ def count_rows(
         words = words if (first, end) == (0, m) else words & sinks(end) - sinks(first)
         pairs += times * words.count(n, m, query_offset(pattern, n, m, offset))
     return pairs
+
+
+def empty_rows(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
+    """How many of the n queries have no key; long sequences without a number for each query."""
+    if n <= CHUNK or pattern._enumerated or not all(isinstance(leaf, Word) for leaf in pattern.leaves()):
+        return int((pattern.row_counts(n, m, (start, step)) == 0).sum())
+    return counting.empty_rows(pattern.terms(), n, m, start, step)
 
 
 def _of_row(pattern: Pattern, row: int) -> Pattern:

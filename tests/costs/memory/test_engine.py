@@ -11,8 +11,10 @@ from regard.costs import entry
 from regard.costs.entry import cost
 from regard.costs.memory.runs import TABLES
 from regard.costs.memory.step import TrainingStep
+from regard.costs.trace import engine as trace_engine
+from regard.engine import query_chunks
 from regard.engine.backends import choose
-from regard.engine.cpu import backend, kernels
+from regard.engine.cpu import backend, kernels, layout, tiles
 from regard.position import alibi, relative_table, rope
 
 unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
@@ -153,3 +155,58 @@ def test_the_softmax_of_a_gpu_multiplies_beside_its_gradient():
         main = cost(module, torch.zeros(5, 8), train=True, device=device).memory.main
         backward = [r.bytes for r in main.trace.meter.records if r.operation == "_softmax_backward_data"]
         assert backward == [5 * 16 * 4, size][: 1 + bool(size)]
+
+
+@unchecked
+@pytest.mark.parametrize("pattern", [near, far, rg.every(32), rg.strided(16), near & rg.blocks(50)], ids=repr)
+@pytest.mark.parametrize(
+    "more", [{}, {"position": alibi()}, {"dropout": 0.1}], ids=["plain", "by distance", "dropout"]
+)
+def test_the_peak_of_one_piece_of_each_size_is_that_of_all_pieces(pattern, more, monkeypatch):
+    spec = rg.Attention(32, heads=4, kv_heads=2, pattern=pattern, **more)
+
+    def peaks():
+        entry.memory_of.cache_clear()
+        return [cost(spec, n=1499, train=train).memory.usage.peak for train in (False, True)]
+
+    few = peaks()
+    monkeypatch.setattr(trace_engine, "_largest", lambda parts, shape: list(parts))
+    monkeypatch.setattr(trace_engine, "_ends", layout.cuts)
+    monkeypatch.setattr(trace_engine._Executor, "_is_known", lambda *_: False)
+    assert few == peaks()
+
+
+@unchecked
+@pytest.mark.parametrize("name, device", [("sdpa", "cpu"), ("reference", "cuda")])
+def test_the_peak_of_few_chunks_of_queries_is_that_of_all_chunks(name, device, monkeypatch):
+    for limit in ("PAIRS", "SCORES"):
+        monkeypatch.setattr(query_chunks, limit, 1 << 12)
+
+    def peaks():
+        entry.memory_of.cache_clear()
+        with rg.backend(name):
+            spec = rg.Attention(16, heads=2, pattern=far)
+            runs = [cost(spec, n=1101, train=train, device=device).memory for train in (False, True)]
+            return [m.usage.peak for m in runs]
+
+    few = peaks()
+    monkeypatch.setattr(trace_engine, "CACHED_CHUNKS", 1 << 40)
+    # A GPU rounds the outputs of each chunk up to 512 bytes.
+    assert few == (peaks() if device == "cpu" else pytest.approx(peaks(), rel=1e-3))
+
+
+@unchecked
+@pytest.mark.parametrize("pattern", [near, far, rg.every(64), rg.window(9) | rg.every(64)], ids=repr)
+def test_a_trace_of_a_million_positions_takes_few_pieces(pattern, monkeypatch):
+    run, forward = [], tiles.Executor.forward
+    monkeypatch.setattr(tiles.Executor, "forward", lambda *a: run.append(a[1].score_shape) or forward(*a))
+    monkeypatch.setattr(tiles.Executor, "fused", lambda *a: run.append(a[1].rows))
+    memory = cost(rg.Attention(64, heads=2, pattern=pattern), n=10**6, train=True).memory
+    assert 10**6 * 64 * 4 * 7 < memory.training_peak < 10**6 * 64 * 4 * 40
+    assert 0 < len(run) < 500
+
+
+@unchecked
+def test_a_hundred_million_positions_are_traced_though_there_are_too_many_tiles():
+    memory = cost(rg.Attention(16, heads=2, pattern=far), n=10**8).memory
+    assert 10**8 * 16 * 4 * 5 <= memory.inference_peak < 10**8 * 16 * 4 * 8

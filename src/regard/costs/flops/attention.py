@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...engine.backends import choose
 from ...engine.call import CallFacts
-from ...pattern import causal, full
+from ...pattern import causal, empty_rows, full
 from ...position import Position, alibi, quadratic, relative_table, rope, shaw, t5_buckets
 from ...spec import Attention, Sizes
 from ..sizes import Scope
@@ -112,7 +112,7 @@ def _pairs_of(
     choice = choose(facts, scope.request.backend)
     needed, computed, rows = pattern.count(n, m, facts.offset), choice.computed(), n
     if not isinstance(pattern, full | causal):
-        rows = int((pattern.row_counts(n, m, facts.offset) > 0).sum())
+        rows = n - empty_rows(pattern, n, m, *facts.offset)
     amount = scope.pairs("pairs", needed, pattern)
     executed = amount if computed == needed else scope.pairs("pairs_computed", computed, full())
     shown = Pairs("", repr(pattern), needed, computed, n * m, choice.backend, choice.reason, numbers)

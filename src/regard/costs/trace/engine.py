@@ -5,10 +5,12 @@ kernel is one operation, whose memory kernels.py knows; FlexAttention, which rea
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
+from itertools import chain
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -18,10 +20,10 @@ from torch import Tensor
 from ...compat import DispatchMode, can_read_flash_node, without_dispatch_modes, without_function_modes
 from ...engine import attention as entry
 from ...engine import call as engine_call
-from ...engine import flex, fused_qkv, sdpa
+from ...engine import flex, fused_qkv, query_chunks, sdpa
 from ...engine.backends import choose
 from ...engine.call import Call, CallFacts, Outputs, Prepared, facts_of
-from ...engine.cpu import kernels, layout
+from ...engine.cpu import kernels, layout, tiles
 from ...nested import tensors_in
 from ...nn import cached_rotation, position
 from ...pattern import count_rows
@@ -55,6 +57,7 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
         for module, name in ((engine_call, "_dense"), (cached_rotation, "_cached_rotations")):
             put(module, name, lru_cache(maxsize=64)(getattr(module, name).__wrapped__))  # a cache of its own
         put(entry, "choose", lambda f, backend: _chosen(trace, f, backend))
+        put(query_chunks, "Job", _FewChunks)
         put(flex, "_compiled", lambda kind: partial(attention.flex, trace))
         put(flex, "_block_mask", lambda call: _pairs(trace, flex.Flex().prepare(facts_of(call)), call))
         if trace.device == "cpu":
@@ -62,6 +65,12 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
             put(kernels, "_pool", [])
             allocate = kernels.Buffers._allocate
             put(kernels.Buffers, "_allocate", lambda *args: trace.keeping(allocate, *args))
+            put(tiles, "Executor", _Executor)
+            known: dict = {}
+            pieces = layout.Layout.pieces
+            put(layout.Layout, "pieces", lambda of, heads: _pieces(known, pieces, of, heads))
+            for name in ("fused", "with_bias"):
+                put(layout.Layout, name, property(partial(_groups, vars(layout.Layout)[name])))
             for name in ("allowed", "mask"):  # tables that are cached for real calls too
                 put(layout.TileGroup, name, _outside()(getattr(layout.TileGroup, name)))
         yield
@@ -87,6 +96,148 @@ def _chosen(trace: Any, f: CallFacts, backend: str) -> Prepared:
                 prepared = replace(prepared, build=None, run=lambda c: (attend(c.q, c.k, c.v), None))
         trace.prepared[f, backend] = prepared
     return replace(prepared, build=None, run=lambda call: _counted(trace, prepared, call))
+
+
+# Where a call is computed a chunk of queries at a time, a trace runs the first chunk and the last ones.
+
+CACHED_CHUNKS = (
+    64  # whose tables the caches of a trace hold, up to this many queries: then they are too large
+)
+MAX_CACHED_QUERIES = 1 << 18
+
+
+class _FewChunks(query_chunks.Job):
+    """In place of query_chunks.Job: the first chunk, then all but the last ones as one, and these."""
+
+    def __new__(cls, run, formula, settings, by_distance, queries):
+        run, formula = (partial(_run_chunk, x, queries, []) for x in (run, formula))
+        return super().__new__(cls, run, formula, settings, by_distance, queries)
+
+    def chunks(self, n):
+        count, size = -(-n // self.queries), self.queries
+        last = CACHED_CHUNKS if n <= MAX_CACHED_QUERIES else 2  # a complete one, and one that may be shorter
+        if count <= last + 2:
+            return super().chunks(n)
+        begin = (count - last) * size
+        later = (slice(at, at + size) for at in range(begin, n, size))
+        return chain([slice(0, size), slice(size, begin)], later)
+
+
+def _run_chunk(run: Any, queries: int, first: list[Outputs], call: Call) -> Outputs:
+    """What it returns; for more queries than a chunk has, tensors of the right sizes."""
+    if call.n > queries and first:
+        learned = query_chunks._tensors(call)[: query_chunks.LEARNED]
+        stored = (
+            not torch.is_grad_enabled()
+        )  # outputs that a backward pass computes again are freed with their chunk
+        o, lse = _Chunks.apply(first[0], call.n, stored, *(x for x in learned if x is not None))
+        return o, lse
+    outputs = run(call)
+    if not first:
+        o, lse = outputs
+        first.append((_of_rows(o, 0, True), None if lse is None else _of_rows(lse, 0, True)))
+    return outputs
+
+
+def _of_rows(x: Tensor, n: int, stored: bool) -> Tensor:
+    """A new tensor like x, with n queries."""
+    shape = *x.shape[:2], n, *x.shape[3:]
+    return x.new_empty(shape) if stored else x.new_empty(()).expand(shape)
+
+
+class _Chunks(torch.autograd.Function):
+    """Tensors as large as the outputs of many chunks; backward, as their gradients."""
+
+    @staticmethod
+    def forward(ctx, first, n, stored, *tensors):
+        ctx.save_for_backward(*tensors)
+        return tuple(None if x is None else _of_rows(x, n, stored) for x in first)
+
+    @staticmethod
+    def backward(ctx, *_):
+        return None, None, None, *map(torch.empty_like, ctx.saved_tensors)
+
+
+# A trace on the CPU needs one piece of each size: the others would allocate the same, or less, and free it again.
+
+
+class _Executor(tiles.Executor):
+    """Where weights are saved, each piece saves its own, and one of each size is computed."""
+
+    @cached_property
+    def computed(self) -> set[tuple]:
+        return set()
+
+    def forward(self, piece, rows, keys):
+        if self._is_known(piece, prod(piece.score_shape) <= self.budget):
+            self.save(piece.score_shape)
+        else:
+            super().forward(piece, rows, keys)
+
+    def backward(self, piece, rows, keys, saved):
+        if not self._is_known(piece, saved is not None):
+            super().backward(piece, rows, keys, saved)
+
+    def _is_known(self, piece: Any, saved: bool) -> bool:
+        if not self.call.one_softmax or not isinstance(piece, layout.Piece):
+            return False
+        key = id(piece.group), piece.score_shape, saved
+        known = key in self.computed
+        self.computed.add(key)
+        return known
+
+
+def _pieces(known: dict, real: Any, of: layout.Layout, heads: int) -> list[layout.Piece]:
+    """In place of Layout.pieces."""
+    if of.concatenated:
+        return real(of, heads)
+    if (of, heads) not in known:
+        with patch.object(layout, "cuts", _ends):
+            pieces = real(replace(of), heads)  # a copy, so that real calls do not find these pieces
+        known[of, heads] = _largest(pieces, lambda p: (p.subgroup, p.score_shape[0], p.fresh, p.alone))
+    return known[of, heads]
+
+
+def _ends(count: int, size: int) -> list[tuple[int, int]]:
+    """In place of layout.cuts: one of the equal parts, and the last if it is smaller."""
+    rest = count % size
+    return [(0, size)] * (count >= size) + [(count - rest, rest)] * (rest > 0)
+
+
+def _groups(real: Any, of: layout.Layout) -> tuple[layout.TileGroup, ...]:
+    """In place of a cached property: groups that the fused op runs."""
+    return tuple(_largest(real.__get__(of), lambda group: (group, group.tiles)))
+
+
+def _largest(parts: Iterable[Any], shape: Callable[[Any], tuple]) -> list[Any]:
+    """Without those that are in no size larger than another of their kind. Masks are kept: each group has its own.
+    shape: (group, tiles, …)."""
+    kinds: dict[tuple, dict[tuple[int, ...], Any]] = {}
+    for part in parts:
+        group, count, *more = shape(part)
+        masked = (
+            None if group.masked_by is None else (group.row, group.key, group.rows, group.keys, group.cycle)
+        )
+        kind = (
+            masked,
+            group.row_step,
+            group.key_step,
+            group.key_shift == 0,
+            group.split,
+            group.by_products,
+            *more,
+        )
+        rows, keys = count * group.rows, count * group.keys
+        kinds.setdefault(kind, {}).setdefault((rows * group.keys, rows, keys), part)
+    return [sizes[size] for sizes in kinds.values() for size in _maxima(sizes)]
+
+
+def _maxima(sizes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for size in sorted(sizes, reverse=True):
+        if not any(all(a <= b for a, b in zip(size, other)) for other in found):
+            found.append(size)
+    return found
 
 
 class _Tables(DispatchMode):

@@ -11,7 +11,7 @@ row in common are merged by log-sum-exp.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from math import gcd, inf
+from math import gcd, inf, prod
 
 import numpy as np
 import torch
@@ -150,7 +150,7 @@ class TileGroup:
         elif fused:
             costs = FUSED if self.rows >= 192 else FUSED_NARROW  # the op has larger blocks from there on
         else:
-            costs, calls = PRODUCTS, len(self.pieces(heads))
+            costs, calls = PRODUCTS, self.piece_count(heads)
             pairs = rows * self.keys * (1.0 if self.rows >= 64 else 1.3)  # products of few rows are slow
             if self.row_step > 1:  # what a product writes is contiguous, and copied from there
                 rows, keys = 2 * rows, 2 * keys
@@ -257,19 +257,33 @@ class TileGroup:
 
     def pieces(self, heads: int) -> list[tuple["TileGroup", slice]]:
         """The tiles and the heads of each piece: a tile of some heads, or some tiles or rows of one head."""
+        r, t, h = self._piece_size
+        parts = [self.tile(*x).some_rows(*y) for x in cuts(self.tiles, t) for y in cuts(self.rows, r)]
+        of_heads = [slice(first, first + count) for first, count in cuts(heads, h)]
+        if self.by_head:
+            return [(part, x) for x in of_heads for part in parts]
+        return [(part, x) for part in parts for x in of_heads]
+
+    def piece_count(self, heads: int) -> int:
+        """The number of `pieces`, which may be millions."""
+        return prod(-(-a // b) for a, b in zip((self.rows, self.tiles, heads), self._piece_size))
+
+    @property
+    def _piece_size(self) -> tuple[int, int, int]:
+        """Rows, tiles and heads of a piece."""
         limit = MAX_CONCATENATED if self.concatenated else MAX_SPLIT[1] if self.split else MAX_SCORES
         chunk = max(limit // (self.all_keys * self.rows), 1)
         if not self.by_head:
-            chunks = [slice(h, min(h + chunk, heads)) for h in range(0, heads, chunk)]
-            return [(self.tile(t), of_heads) for t in range(self.tiles) for of_heads in chunks]
+            return self.rows, 1, chunk
         if self.tiles == 1 and self.masked_by is None and not self.concatenated:
-            rows = max(limit // self.keys, 1)
-            parts = [self.some_rows(r, min(rows, self.rows - r)) for r in range(0, self.rows, rows)]
-        else:
-            even = -(-self.tiles // -(-self.tiles // chunk))  # pieces of one size
-            chunk = -(-even // self.cycle) * self.cycle
-            parts = [self.tile(t, min(chunk, self.tiles - t)) for t in range(0, self.tiles, chunk)]
-        return [(part, slice(h, h + 1)) for h in range(heads) for part in parts]
+            return max(limit // self.keys, 1), 1, 1
+        even = -(-self.tiles // -(-self.tiles // chunk))  # pieces of one size
+        return self.rows, -(-even // self.cycle) * self.cycle, 1
+
+
+def cuts(count: int, size: int) -> list[tuple[int, int]]:
+    """(first, number) of parts of this size; the last may be smaller."""
+    return [(first, min(size, count - first)) for first in range(0, count, size)]
 
 
 def _view(x: Tensor, tiles: int, count: int, first: int, shift: int, step: int) -> Tensor:
