@@ -196,7 +196,8 @@ def test_the_list_of_commands_shows_the_first_line_of_each_help_text(name):
         ({"d_model": None, "heads": 2}, "Attention: the field 'd_model' needs int, not None"),
         ({"d_model": True, "heads": 1}, "d_model=True is not a positive integer"),
         ({"d_model": 8, "heads": 2, "dropout": []}, "dropout=() is not in [0, 1)"),
-        ({"d_model": 8, "heads": 2, "scale": []}, "the field 'scale' needs int | float | None, not ()"),
+        ({"d_model": 8, "heads": 2, "scale": []}, "scale=() is not a number; leave it out for the default"),
+        ({"d_model": 8, "heads": 2, "extra_key": []}, "Attention: the field 'extra_key' needs bool, not ()"),
         ({"d_model": 8, "heads": 2, "pattern": 3}, "pattern=3 is not a pattern; use rg.causal()"),
     ],
 )

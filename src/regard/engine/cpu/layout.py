@@ -15,7 +15,7 @@ from math import gcd, inf, prod
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ...pattern import Pattern, causal
@@ -335,7 +335,7 @@ class Piece:
         """From the order of the rows to that in which they are loaded, and back."""
         return x.flip(1) if self.group.by_products else x
 
-    def load_keys(self, x: Float[Tensor, "heads m *d"], name: str, buffers: Buffers) -> list[Tensor]:
+    def load_keys(self, x: Shaped[Tensor, "heads m *d"], name: str, buffers: Buffers) -> list[Tensor]:
         """The keys of its tiles, then the shared keys of its heads."""
         group = self.subgroup
         tile_keys = self._view(x, group.keys, group.key, group.key_shift, group.key_step)
