@@ -383,21 +383,56 @@ def test_a_plan_is_made_once():
     assert transposed(window(3), 50, 50, 0, 1) is not first
 
 
-def test_the_passes_of_the_cheapest_candidate_are_those_that_were_compared(monkeypatch):
-    divided = []
+@pytest.fixture
+def divided(monkeypatch):
+    """The calls of `divide`, which takes most of the time of a plan."""
+    calls = []
 
     def counted(*arguments):
-        divided.append(arguments)
+        calls.append(arguments)
         return divide(*arguments)
 
     monkeypatch.setattr(planner, "divide", counted)
+    for cache in (planner._cached, planner._cheapest):
+        cache.cache_clear()
+    return calls
+
+
+def test_the_passes_of_the_cheapest_candidate_are_those_that_were_compared(divided):
     pattern = causal() & (window(61) | strided(67))
-    made = plan(pattern, 4099, 4099, 0, 1)  # neighbors; residue classes; two passes, in either order
+    made = plan(pattern, 4096, 4096, 0, 1)  # neighbors; residue classes; two passes, in either order
     assert len(made.passes) == 2 and len(divided) == 6
     divided.clear()
-    long = planner.SAMPLE_TILES * 128 + 1  # more tiles than a sample has: what was compared is not all
-    plan(window(61) | strided(67), long, long, 0, 1)
-    assert len(divided) > 6
+    long = planner.SAMPLE_TILES * 128 * 2  # more tiles than a sample has: what was compared is not all
+    assert len(plan(pattern, long, long, 0, 1).passes) == 2 and len(divided) == 8
+
+
+def test_candidates_are_compared_once_for_similar_sizes(divided):
+    pattern = causal() & (window(61) | strided(67))
+    for n in (4097, 4099, 5119):
+        assert len(plan(pattern, n, n, 0, 1).passes) == 2
+    assert len(divided) == 6 + 3 * 2
+    divided.clear()
+    plan(pattern, 13, 2048, 1001, 1)
+    compared = len(divided)
+    assert plan(pattern, 13, 2048, 1019, 1).passes[0].computed and len(divided) == compared + 1
+
+
+@given(st.integers(1, 10**9), st.integers(0, 10**9), st.integers(-(10**6), 10**9))
+def test_similar_sizes_are_as_large_and_at_most_a_quarter_larger(n, before, start):
+    rounded, m, first = planner._similar_sizes(n, before + n, start)
+    assert n <= rounded <= 1.25 * n and before + n <= m <= 1.25 * (before + n)
+    assert abs(start) <= abs(first) <= 1.25 * abs(start) and first * start >= 0
+    assert planner._similar_sizes(rounded, rounded, 0) == (rounded, rounded, 0)
+
+
+def test_where_similar_sizes_are_too_large_the_sizes_themselves_are_compared(monkeypatch):
+    monkeypatch.setitem(LIMITS, "tiles", 35)
+    n = 33 * 128  # of 33 tiles; the similar size has 40
+    assert planner._similar_sizes(n, n, 0)[0] == 40 * 128
+    assert len(plan(window(59) | every(61), n, n, 0, 1).passes) == 1
+    with pytest.raises(NoPlan, match="the planner stops at 35"):
+        plan(window(59) | every(61), 36 * 128, 36 * 128, 0, 1)
 
 
 def test_a_plan_of_a_million_queries_is_small():

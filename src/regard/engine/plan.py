@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from math import lcm
 from operator import and_, or_
-from typing import Any
 
 import numpy as np
 
@@ -99,6 +98,11 @@ class Request:
     tile: int
     by_keys: bool
 
+    @classmethod
+    def of(cls, n: int, m: int, start: int, step: int, tile: int, by_keys: bool) -> "Request":
+        queries, keys = Axis(n, start, step), Axis(m)
+        return cls(keys, queries, tile, True) if by_keys else cls(queries, keys, tile, False)
+
     def row_step(self, pattern: Pattern) -> int:
         return common_row_step(pattern, self.xs.step, self.by_keys)
 
@@ -165,14 +169,30 @@ def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int, tile: in
 @lru_cache(maxsize=256)
 def _cached(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, by_keys: bool) -> Plan | str:
     """The plan, or the reason why there is none: both are computed once."""
-    queries, keys = Axis(n, start, step), Axis(m)
-    request = Request(keys, queries, tile, True) if by_keys else Request(queries, keys, tile, False)
+    request, similar = (
+        Request.of(*x, step, tile, by_keys) for x in ((n, m, start), _similar_sizes(n, m, start))
+    )
     try:
-        make: Any = _grid_passes if isinstance(pattern, neighborhood) else _cheapest_passes
-        passes = make(pattern.expanded(), request) if n and m else ()
+        if isinstance(pattern, neighborhood):
+            passes = _grid_passes(pattern, request) if n and m else ()
+        else:
+            passes = _cheapest_passes(pattern.expanded(), request, similar) if n and m else ()
     except NoPlan as why:
         return str(why)
     return Plan(pattern, n, m, start, step, passes)
+
+
+def _similar_sizes(n: int, m: int, start: int) -> tuple[int, int, int]:
+    """Sizes at least as large, in place of which others have the same: a new length or offset often has sizes for
+    which the candidates have been compared before."""
+    first = _rounded(start) if start >= 0 else -_rounded(-start)
+    return _rounded(n), first + _rounded(m - start) if 0 <= start <= m else _rounded(m), first
+
+
+def _rounded(size: int) -> int:
+    """The next number with three significant bits: four of them are between two powers of two."""
+    digits = max(size.bit_length() - 3, 0)
+    return -(-size >> digits) << digits
 
 
 def _grid_passes(grid: neighborhood, request: Request) -> tuple[Pass, ...]:
@@ -184,9 +204,22 @@ def _grid_passes(grid: neighborhood, request: Request) -> tuple[Pass, ...]:
     return (Pass(grid, *grid.tiles(request.tile, request.by_keys)),)
 
 
-def _cheapest_passes(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
-    """The passes of the cheapest candidate; they are compared on a sample of tiles."""
+def _cheapest_passes(pattern: Pattern, request: Request, similar: Request) -> tuple[Pass, ...]:
+    """The passes of the candidate that is the cheapest at similar sizes."""
     limit("words", len(set(pattern.leaves())), "a pattern this long is masked")
+    try:
+        best, made = _cheapest(pattern, similar)
+    except NoPlan:  # the larger sizes may be too large
+        similar = request
+        best, made = _cheapest(pattern, request)
+    known = made if similar == request else {}
+    passes = (known.get(tiling) or request.make_pass(tiling, request.tiles(tiling)) for tiling in best)
+    return tuple(tile_pass for tile_pass in passes if len(tile_pass.parts))
+
+
+@lru_cache(maxsize=256)
+def _cheapest(pattern: Pattern, request: Request) -> tuple[tuple[Tiling, ...], dict[Tiling, Pass | None]]:
+    """The cheapest candidate, by a sample of its tiles; and the passes of those whose sample was all."""
     candidates, costs, reasons = list(_candidates(pattern, request)), {}, []
     made: dict[Tiling, Pass | None] = {}
     for tilings in candidates if len(candidates) > 1 else ():
@@ -199,8 +232,7 @@ def _cheapest_passes(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
     if len(reasons) == len(candidates):
         raise reasons[0]
     best = min(costs, key=lambda x: (costs[x], request.merged_passes(x))) if costs else candidates[0]
-    passes = (made.get(tiling) or request.make_pass(tiling, request.tiles(tiling)) for tiling in best)
-    return tuple(tile_pass for tile_pass in passes if len(tile_pass.parts))
+    return best, {tiling: made[tiling] for tiling in best if tiling in made}
 
 
 def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Tiling, ...]]:

@@ -38,7 +38,7 @@ SAFETY_MARGIN = 0.9  # nine of ten calls take at most 1.4 times their estimate (
 # Queries up to which PyTorch's attention computes more than half of the pairs that causal() hides.
 MAX_CAUSAL = 1024
 # Seconds of all pairs from which on such a call can gain: the plan for a new length takes milliseconds.
-WORTH_A_PLAN = 1e-3, 0.25e-3
+WORTH_A_PLAN = 1.5e-3, 0.25e-3
 DROPOUT = 1.5  # what a pair takes more, in PyTorch operations; without it a pair of heads of 64 takes 1
 # A bias by distance takes this many times as long, and seconds more per call; of keys within lengths this share is
 # taken as visible, and each batch row takes so many seconds.
