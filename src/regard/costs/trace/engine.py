@@ -100,10 +100,8 @@ def _chosen(trace: Any, f: CallFacts, backend: str) -> Prepared:
 
 # Where a call is computed a chunk of queries at a time, a trace runs the first chunk and the last ones.
 
-CACHED_CHUNKS = (
-    64  # whose tables the caches of a trace hold, up to this many queries: then they are too large
-)
-MAX_CACHED_QUERIES = 1 << 18
+# The caches of a trace hold the tables of this many chunks, up to so many queries: then tables are too large.
+CACHED_CHUNKS, MAX_CACHED_QUERIES = 64, 1 << 18
 
 
 class _FewChunks(query_chunks.Job):
@@ -127,9 +125,8 @@ def _run_chunk(run: Any, queries: int, first: list[Outputs], call: Call) -> Outp
     """What it returns; for more queries than a chunk has, tensors of the right sizes."""
     if call.n > queries and first:
         learned = query_chunks._tensors(call)[: query_chunks.LEARNED]
-        stored = (
-            not torch.is_grad_enabled()
-        )  # outputs that a backward pass computes again are freed with their chunk
+        # Outputs that a backward pass computes again are freed with their chunk.
+        stored = not torch.is_grad_enabled()
         o, lse = _Chunks.apply(first[0], call.n, stored, *(x for x in learned if x is not None))
         return o, lse
     outputs = run(call)
