@@ -142,6 +142,17 @@ def test_a_checkpoint_that_runs_forward_without_gradients_drops_the_same_weights
             assert torch.equal(a, b)
 
 
+def test_one_query_of_rows_with_lengths_reads_its_keys_where_they_are():
+    rows = {"batch": 4, "heads": 12, "kv_heads": 12, "d_k": 32, "d_v": 32}
+    assert chosen(rg.causal(), 1, 512, lengths=True, **rows) == "tiles"
+
+    def seconds(**more):
+        return TABLE["tiles"].estimate(facts(SPARSE, 1, 512, **rows, **more))
+
+    assert seconds() < seconds(lengths=True) < seconds(lengths=True, softcap=30.0)
+    assert seconds(lengths=True) < seconds(lengths=True, grad=True) and seconds(return_lse=True) < 1e-4
+
+
 def test_estimates_on_a_cpu_know_width_dtype_lengths_and_groups():
     def seconds(name, *given, **more):
         return TABLE[name].estimate(facts(*given, **more))

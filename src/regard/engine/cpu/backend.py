@@ -44,15 +44,15 @@ DROPOUT = 1.5  # what a pair takes more, in PyTorch operations; without it a pai
 # taken as visible, and each batch row takes so many seconds.
 BIAS, BIAS_CALL = 1.15, (120e-6, 200e-6)
 VISIBLE, LENGTHS_ROW = 0.7, (100e-6, 500e-6)
-ROW_PLAN = (
-    2e-3  # seconds to plan the queries of a batch row with its own offset, which is rarely the same twice
-)
+# Seconds to plan the queries of a batch row with its own offset, which is rarely the same twice.
+ROW_PLAN = 2e-3
 
 GATHERED, CONCATENATED, MERGED = "short sequence: gathered keys", "concatenated keys", "merged tiles"
 LISTED, ONE_QUERY, PACKED = "gathered keys", "one query", "packed documents"
 BY_DISTANCE, WITH_DROPOUT = "bias by distance", "dropout"
-# Seconds of one query: of a call, of a progression of keys, and per number of k and v; and the same with other terms.
-ONE, ONE_WITH_TERMS = (10e-6, 16e-6, 0.055e-9), (60e-6, 25e-6, 0.1e-9)
+# Seconds of one query: of a call, of a progression of keys, and per number of k and v; the same of one batch row, by
+# the same operation; and with other terms.
+ONE, ONE_ROW, ONE_WITH_TERMS = (10e-6, 16e-6, 0.055e-9), (35e-6, 16e-6, 0.055e-9), (60e-6, 25e-6, 0.1e-9)
 Gather = Callable[[], tuple[Gathering, ...]]
 Keys = list[tuple[slice | Tensor, int]]  # of one query: a progression, or positions one by one; their number
 
@@ -274,7 +274,8 @@ def _one_query(f: CallFacts) -> Prepared:
     keys, rows = _visible_keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.lengths else 1
     key_count, numbers_per_key = sum(size for _, size in keys), f.batch * f.kv_heads * (f.d_k + f.d_v)
     direct = _plain(f) and not f.grad
-    call, part, number = ONE if direct else ONE_WITH_TERMS
+    fused = not (f.grad or f.dropout_p or f.softcap) and f.bias == "none" and computed_in(f.dtype) == f.dtype
+    call, part, number = ONE if direct else ONE_ROW if fused else ONE_WITH_TERMS
     number *= f.dtype.itemsize / 4
     seconds = rows * (call + len(keys) * part) + numbers_per_key * key_count * number
     if f.grad:  # the gradient of each part is a tensor as long as the cache
