@@ -445,6 +445,7 @@ def test_where_similar_sizes_are_too_large_the_sizes_themselves_are_compared(mon
     n = 33 * 128  # of 33 tiles; the similar size has 40
     assert planner._similar_sizes(n, n, 0)[0] == 40 * 128
     assert len(plan(window(59) | every(61), n, n, 0, 1).passes) == 1
+    assert len(plan(window(59) | strided(61), n, n, 0, 1).passes) == 1  # of several candidates
     with pytest.raises(NoPlan, match="the planner stops at 35"):
         plan(window(59) | every(61), 36 * 128, 36 * 128, 0, 1)
 

@@ -29,6 +29,7 @@ from transformers import (
 import regard as rg
 from regard.interop import huggingface
 from regard.interop.huggingface.patterns import _named as named_row
+from regard.interop.huggingface.patterns import saved_pattern
 from regard.interop.use import hugging_face_parts
 
 PATTERN = rg.causal() & (rg.window(3) | rg.sinks(2))
@@ -194,6 +195,21 @@ def test_a_saved_pattern_is_that_of_the_one_module_whose_name_has_the_same_end()
         "layers.7": None,
     }.items():
         assert named_row(rows, name) == found
+
+
+def test_a_module_without_a_known_name_takes_the_saved_pattern_of_its_class_and_layer(llama):
+    module = deepcopy(llama.model.layers[1].self_attn)
+    with rg.use(llama, {0: PATTERN, 1: rg.causal()}):
+        saved = llama.config.regard_patterns
+    assert saved_pattern(module, saved) == rg.causal()
+    module.layer_idx = 5
+    assert saved_pattern(module, saved) is None
+    module.layer_idx = None
+    with pytest.raises(rg.SpecError, match="saves different patterns for modules like LlamaAttention; call rg.use"):
+        saved_pattern(module, saved)
+    with rg.use(llama, PATTERN):
+        assert saved_pattern(module, llama.config.regard_patterns) == PATTERN
+    assert saved_pattern(nn.Linear(2, 3), saved) is None
 
 
 def test_training_through_a_pattern_has_the_gradients_of_its_table(llama):
