@@ -205,7 +205,9 @@ def test_a_module_without_a_known_name_takes_the_saved_pattern_of_its_class_and_
     module.layer_idx = 5
     assert saved_pattern(module, saved) is None
     module.layer_idx = None
-    with pytest.raises(rg.SpecError, match="saves different patterns for modules like LlamaAttention; call rg.use"):
+    with pytest.raises(
+        rg.SpecError, match="saves different patterns for modules like LlamaAttention; call rg.use"
+    ):
         saved_pattern(module, saved)
     with rg.use(llama, PATTERN):
         assert saved_pattern(module, llama.config.regard_patterns) == PATTERN
