@@ -206,7 +206,7 @@ def test_a_module_without_a_known_name_takes_the_saved_pattern_of_its_class_and_
     assert saved_pattern(module, saved) is None
     module.layer_idx = None
     with pytest.raises(
-        rg.SpecError, match="saves different patterns for modules like LlamaAttention; call rg.use"
+        rg.SpecError, match="saves different patterns for modules like LlamaAttention; call rg"
     ):
         saved_pattern(module, saved)
     with rg.use(llama, PATTERN):
