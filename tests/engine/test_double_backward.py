@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from regard.engine import reference_backend
+from regard.engine import query_chunks, reference_backend
 from regard.engine.attention import attention
 from regard.pattern import causal, documents, every, where, window
 from regard.position import ByDistance
@@ -115,6 +115,8 @@ def test_dropped_weights_are_those_of_their_queries_where_the_formula_takes_a_fe
     towards = torch.randn(o.shape, generator=g, dtype=f64)
     once = torch.autograd.grad(o, (q, k, v), towards, retain_graph=True)
     monkeypatch.setattr(reference_backend, "CHUNK", 11 * 37)
+    for name, few in {"PAIRS": 1, "SCORES": 1, "MIN_QUERIES": 5}.items():
+        monkeypatch.setattr(query_chunks, name, few)  # chunks know no dropped weights
     for a, b in zip(once, torch.autograd.grad(o, (q, k, v), towards, create_graph=True)):
         torch.testing.assert_close(a, b)
 
@@ -154,6 +156,20 @@ def test_many_gradients_at_once_are_those_of_one_after_another(backend, pattern,
             for a, b in zip(together, alone):
                 torch.testing.assert_close(a[i], b)
         assert not any(x.requires_grad for x in together)
+
+
+@pytest.mark.parametrize("of_o", [False, True])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_many_gradients_of_the_log_sum_exp_at_once_are_those_of_one_after_another(of_o):
+    g = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(1, 2, 37, 5, generator=g, dtype=f64, requires_grad=True) for _ in range(3))
+    outs = attention(q, k, v, window(7), backend="tiles", return_lse=True)[0 if of_o else 1 :]
+    towards = [torch.randn(3, *x.shape, generator=g, dtype=f64) for x in outs]
+    together = torch.autograd.grad(outs, (q, k), towards, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        alone = torch.autograd.grad(outs, (q, k), [x[i] for x in towards], retain_graph=True)
+        for a, b in zip(together, alone):
+            torch.testing.assert_close(a[i], b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
