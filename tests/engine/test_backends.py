@@ -209,6 +209,16 @@ def test_a_masked_call_in_float32_on_a_gpu_takes_twice_as_long_in_heads_twice_as
     assert wide == pytest.approx(2 * narrow, rel=0.05)
 
 
+def test_a_masked_call_on_a_gpu_knows_lengths_and_wide_heads():
+    def seconds(n=8191, **more):
+        return TABLE["sdpa"].estimate(facts(rg.causal() | rg.prefix(16), n, device="cuda", **more))
+
+    assert seconds(61, lengths=True) - seconds(61) == pytest.approx(sdpa.GPU_LENGTHS)
+    for grad, slower in ((False, 1.3), (True, 1.9)):
+        wide, narrow = (seconds(d_k=d, dtype=torch.bfloat16, grad=grad) for d in (192, 128))
+        assert wide / narrow == pytest.approx(slower, rel=0.05)
+
+
 def test_a_variant_is_named():
     def variant(*given, **more):
         return choose(facts(*given, **more)).variant
