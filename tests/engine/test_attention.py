@@ -480,6 +480,15 @@ def test_no_nan_arises_in_the_backward_pass_either(nowhere):
         assert all(g.isfinite().all() for g in torch.autograd.grad(total, inputs))
 
 
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "tiles", "auto"])
+def test_the_one_query_without_a_key_gets_zeros(backend):
+    q, k, v = (randn(2, 3, 13, 5, seed=seed) for seed in range(3))
+    pattern = causal() - window(0)  # the first query has none, and all others have some
+    o = attention(q, k, v, pattern, backend=backend)
+    assert not o[:, :, 0].any() and (o[:, :, 1:] != 0).all()
+    assert_close(o, formula(q, k, v, pattern).o)
+
+
 def test_a_loss_on_the_log_sum_exp_of_an_empty_row_has_a_finite_gradient_too():
     inputs = [x.requires_grad_() for x in qkv()]
     o, lse = attention(*inputs, EMPTY, return_lse=True)

@@ -169,6 +169,68 @@ def test_estimates_on_a_cpu_know_width_dtype_lengths_and_groups():
     assert chosen(rg.full(), 1, 1000, heads=8, kv_heads=1) == "tiles"  # which reads the keys of a group once
 
 
+def test_estimates_on_a_cpu_count_what_is_made_once_and_what_is_made_for_each_batch_row():
+    masked = rg.causal() | rg.prefix(16)
+
+    def seconds(n, **more):
+        return TABLE["sdpa"].estimate(facts(masked, n, **more))
+
+    for n in (61, 509):  # the table of a bias by distance has the heads of one batch row
+        of_one, of_many = (
+            seconds(n, batch=b, bias="distance") - seconds(n, batch=b, lengths=True) for b in (1, 7)
+        )
+        assert of_one == pytest.approx(of_many) and of_one > 8 * n * n * 1e-9
+    assert seconds(61, lengths=True) - seconds(61) == pytest.approx(sdpa.MASK_CALL[0])
+    assert seconds(1, lengths=True) > seconds(1) + sdpa.MASK_CALL[0] / 2
+    dropped = {"bias": "distance", "grad": True, "dropout_p": 0.2}  # one table less, and a gradient more
+    assert seconds(509, **dropped, bias_grad=True) == pytest.approx(seconds(509, **dropped), rel=0.1)
+    of_rows, of_all = (cpu_backend._merged(facts(masked, 509, batch=7, row_offsets=x)) for x in (True, False))
+    assert of_rows.seconds - 7 * cpu_backend.ROW_PLAN == pytest.approx(of_all.seconds, rel=0.2)
+
+
+@pytest.mark.parametrize("variant", ["_gathered", "_concatenated", "_merged"])
+def test_every_variant_takes_longer_in_wider_heads_and_in_64_bits(variant):
+    def seconds(**more):
+        return getattr(cpu_backend, variant)(facts(rg.causal() & rg.window(61), 1021, **more)).seconds
+
+    for grad in (False, True):
+        narrow, plain, wide = (seconds(d_k=d, d_v=d, grad=grad) for d in (16, 64, 128))
+        assert 0.3 < narrow / plain < 0.7 and 1.4 < wide / plain < 2
+        assert seconds(d_k=17, d_v=111, grad=grad) == pytest.approx(plain, rel=0.05)
+        assert 1.6 < seconds(dtype=torch.float64, grad=grad) / plain < 2.3
+        if variant == "_merged":
+            assert 0.8 < seconds(dtype=torch.bfloat16, grad=grad) / plain < 1.05
+            assert 1.8 < seconds(dropout_p=0.2, grad=grad) / plain < 2.8
+
+
+def test_one_query_takes_the_time_to_read_its_keys():
+    def seconds(dtype, **more):
+        return TABLE["tiles"].estimate(facts(rg.full(), 1, 100_003, dtype=dtype, heads=8, **more))
+
+    assert seconds(torch.float64) == pytest.approx(2 * seconds(torch.float32), rel=0.05)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        times = seconds(dtype, lengths=True) / dtype.itemsize
+        assert times == pytest.approx(seconds(torch.float32, lengths=True) / 4, rel=0.05)
+
+
+def test_a_masked_call_in_float32_on_a_gpu_takes_twice_as_long_in_heads_twice_as_wide():
+    narrow, wide = (
+        TABLE["sdpa"].estimate(facts(rg.causal() | rg.prefix(16), 8191, device="cuda", d_k=d))
+        for d in (64, 128)
+    )
+    assert wide == pytest.approx(2 * narrow, rel=0.05)
+
+
+def test_a_masked_call_on_a_gpu_knows_lengths_and_wide_heads():
+    def seconds(n=8191, **more):
+        return TABLE["sdpa"].estimate(facts(rg.causal() | rg.prefix(16), n, device="cuda", **more))
+
+    assert seconds(61, lengths=True) - seconds(61) == pytest.approx(sdpa.GPU_LENGTHS)
+    for grad, slower in ((False, 1.3), (True, 1.9)):
+        wide, narrow = (seconds(d_k=d, dtype=torch.bfloat16, grad=grad) for d in (192, 128))
+        assert wide / narrow == pytest.approx(slower, rel=0.05)
+
+
 def test_a_variant_is_named():
     def variant(*given, **more):
         return choose(facts(*given, **more)).variant

@@ -39,19 +39,21 @@ def test_it_is_read_where_a_call_is_compiled():
     assert_close(compiled(q, k, v), rg.attention(q, k, v, rg.causal()))
 
 
-def test_other_sizes_are_an_error():
+@pytest.mark.parametrize("n, m", [(7, 7), (5, 11), (7, 5)])
+def test_other_sizes_are_an_error(n, m):
     with pytest.raises(ShapeError) as e:
-        rg.attention(*tensors(5, 7), causal_upper_left(7, 7))
+        rg.attention(*tensors(5, 7), causal_upper_left(n, m))
     assert str(e.value) == (
-        "a CausalBias for 7 queries and 7 keys, and there are 5 and 7; make it for these, or use rg.causal()"
+        f"a CausalBias for {n} queries and {m} keys, and there are 5 and 7; make it for these, or use rg.causal()"
     )
 
 
-def test_a_query_offset_beside_it_is_an_error():
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_query_offset_beside_it_is_an_error(at):
     with pytest.raises(SpecError) as e:
-        rg.attention(*tensors(5, 7), causal_upper_left(5, 7), at=1)
+        rg.attention(*tensors(5, 7), causal_upper_left(5, 7), at=at)
     assert str(e.value) == (
-        "at=1 beside a CausalBias, which states the query offset; use rg.causal() with at="
+        f"at={at} beside a CausalBias, which states the query offset; use rg.causal() with at="
     )
 
 

@@ -1,11 +1,12 @@
 """Gradients of gradients: every way of running a call gives them, and they are right."""
 
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+from regard.engine import query_chunks, reference_backend
 from regard.engine.attention import attention
 from regard.pattern import causal, documents, every, where, window
 from regard.position import ByDistance
@@ -107,6 +108,35 @@ def test_dropout_in_tiles_drops_the_same_weights_in_a_gradient_of_the_gradient(n
         assert gradgradcheck(f, learned, fast_mode=True)
 
 
+def test_dropped_weights_are_those_of_their_queries_where_the_formula_takes_a_few_at_a_time(monkeypatch):
+    g = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(1, 2, 37, 5, generator=g, dtype=f64, requires_grad=True) for _ in range(3))
+    o = attention(q, k, v, window(7), backend="tiles", dropout_p=0.25)
+    towards = torch.randn(o.shape, generator=g, dtype=f64)
+    once = torch.autograd.grad(o, (q, k, v), towards, retain_graph=True)
+    monkeypatch.setattr(reference_backend, "CHUNK", 11 * 37)
+    for name, few in {"PAIRS": 1, "SCORES": 1, "MIN_QUERIES": 5}.items():
+        monkeypatch.setattr(query_chunks, name, few)  # chunks know no dropped weights
+    for a, b in zip(once, torch.autograd.grad(o, (q, k, v), towards, create_graph=True)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("backend", ["sdpa", "tiles"])
+def test_hidden_keys_that_are_no_numbers_reach_no_gradient_of_a_gradient(backend, dropout_p):
+    g = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(2, 2, 13, 5, generator=g, dtype=f64) for _ in range(3))
+    lengths = torch.tensor([11, 13])
+    for x in (k, v):
+        x[0, :, 11:] = nan
+    learned = [x.requires_grad_() for x in (q, k, v)]
+    o = attention(*learned, window(3), lengths=lengths, backend=backend, dropout_p=dropout_p)
+    first = torch.autograd.grad(o, learned, torch.randn(o.shape, generator=g, dtype=f64), create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in first), learned)
+    for x in (*first, *second):
+        assert bool(x.isfinite().all() and x.any())
+
+
 @pytest.mark.parametrize("n", [37, 65, 320])
 @pytest.mark.parametrize(
     ("backend", "pattern"),
@@ -126,6 +156,20 @@ def test_many_gradients_at_once_are_those_of_one_after_another(backend, pattern,
             for a, b in zip(together, alone):
                 torch.testing.assert_close(a[i], b)
         assert not any(x.requires_grad for x in together)
+
+
+@pytest.mark.parametrize("of_o", [False, True])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_many_gradients_of_the_log_sum_exp_at_once_are_those_of_one_after_another(of_o):
+    g = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(1, 2, 37, 5, generator=g, dtype=f64, requires_grad=True) for _ in range(3))
+    outs = attention(q, k, v, window(7), backend="tiles", return_lse=True)[0 if of_o else 1 :]
+    towards = [torch.randn(3, *x.shape, generator=g, dtype=f64) for x in outs]
+    together = torch.autograd.grad(outs, (q, k), towards, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        alone = torch.autograd.grad(outs, (q, k), [x[i] for x in towards], retain_graph=True)
+        for a, b in zip(together, alone):
+            torch.testing.assert_close(a[i], b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

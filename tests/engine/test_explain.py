@@ -236,6 +236,18 @@ def test_sizes_alone_are_of_eight_heads_with_keys_and_values_of_their_own():
     assert facts_from(rg.window(3), 20, heads=6, d_k=5).kv_heads == 6
 
 
+def test_what_sizes_do_not_say_follows_from_what_they_say():
+    assert facts_from(rg.window(3), 37, d_k=13).d_v == 13
+    assert facts_from(rg.window(3), 37, d_k=13, d_v=17).d_v == 17
+    for bias in ("none", "tensor", "distance"):
+        for grad in (False, True):
+            facts = facts_from(rg.window(3), 37, bias=bias, grad=grad)
+            assert facts.bias_grad == (grad and bias != "none")
+    assert not facts_from(rg.window(3), 37, bias="tensor", grad=True, bias_grad=False).bias_grad
+    assert facts_from(rg.window(3), 37, left_padding=True).lengths
+    assert not facts_from(rg.window(3), 37).lengths
+
+
 def test_the_reason_against_gathered_keys_is_the_one_that_holds():
     """selected(…) runs by gathered keys where it can; each test below fails one condition of that."""
     apart = torch.arange(16)[:, None]  # each block its own: few keys

@@ -407,6 +407,20 @@ def test_the_passes_of_the_cheapest_candidate_are_those_that_were_compared(divid
     assert len(plan(pattern, long, long, 0, 1).passes) == 2 and len(divided) == 8
 
 
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_a_sample_of_the_tiles_costs_as_much_as_all_of_them(by_keys, monkeypatch):
+    request = planner.Request.of(39989, 39989, 0, 1, 16, by_keys)
+    for pattern in (window(61), causal(), window(7) | strided(67)):
+        tiling = planner.Tiling(pattern, 1)
+        sampled, made = request.cost(tiling)
+        assert made is None
+        with monkeypatch.context() as patch:
+            patch.setattr(planner, "SAMPLE_TILES", 2503)
+            cost, made = request.cost(tiling)
+        assert sampled == pytest.approx(cost, rel=0.05)
+        assert isinstance(made, planner.Pass) and len(made.tiles) == 2500
+
+
 def test_candidates_are_compared_once_for_similar_sizes(divided):
     pattern = causal() & (window(61) | strided(67))
     for n in (4097, 4099, 5119):
@@ -431,6 +445,7 @@ def test_where_similar_sizes_are_too_large_the_sizes_themselves_are_compared(mon
     n = 33 * 128  # of 33 tiles; the similar size has 40
     assert planner._similar_sizes(n, n, 0)[0] == 40 * 128
     assert len(plan(window(59) | every(61), n, n, 0, 1).passes) == 1
+    assert len(plan(window(59) | strided(61), n, n, 0, 1).passes) == 1  # of several candidates
     with pytest.raises(NoPlan, match="the planner stops at 35"):
         plan(window(59) | every(61), 36 * 128, 36 * 128, 0, 1)
 

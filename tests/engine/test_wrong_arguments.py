@@ -313,6 +313,8 @@ def test_sharded_tensors_name_what_runs_a_pattern_on_them():
         ({"backend": ["tiles"]}, r"^unknown backend \['tiles'\]; did you mean tiles\?$"),
         ({"backend": None}, r"^unknown backend None; known: auto, "),
         ({"at": 2**70}, r"^at=1180591620717411303424 is beyond ±2⁴⁰, and positions are computed in 64 bits"),
+        ({"at": -(2**41)}, r"^at=-2199023255552 is beyond ±2⁴⁰"),
+        ({"at": 2**40 + 1}, r"^at=1099511627777 is beyond ±2⁴⁰"),
         ({"at": (0, 2**60)}, r"^at=\(0, 1152921504606846976\) is beyond ±2⁴⁰"),
         ({"at": torch.tensor([2**60, 2**60])}, r"^at=1152921504606846976 is beyond ±2⁴⁰"),
     ],

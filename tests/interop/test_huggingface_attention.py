@@ -329,6 +329,24 @@ def test_attention_computed_in_another_method_than_forward_is_named_too():
     assert model.config._attn_implementation == "eager"
 
 
+def test_attention_written_with_operators_is_found_by_its_softmax():
+    class OwnAttention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return (q @ k.mT).softmax(-1) @ v
+
+    class OwnModel(transformers.PreTrainedModel):
+        config_class = transformers.BloomConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.attention = OwnAttention()
+            self.post_init()
+
+    with pytest.warns(UserWarning, match="OwnModel: OwnAttention does not go through the registry"):
+        model = OwnModel._from_config(transformers.BloomConfig(), attn_implementation="regard")
+    assert model.config._attn_implementation == "eager"
+
+
 def test_branches_of_a_tree_with_depths_as_positions_are_what_they_are_alone():
     """As docs/patterns.md says: two answers to one prompt of three tokens, in one row."""
     model, tree = causal_model(), rg.tree(torch.tensor([-1, 0, 1, 2, 3, 2, 5]))

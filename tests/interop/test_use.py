@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BartConfig,
@@ -27,6 +28,8 @@ from transformers import (
 
 import regard as rg
 from regard.interop import huggingface
+from regard.interop.huggingface.patterns import _named as named_row
+from regard.interop.huggingface.patterns import saved_pattern
 from regard.interop.use import hugging_face_parts
 
 PATTERN = rg.causal() & (rg.window(3) | rg.sinks(2))
@@ -159,6 +162,56 @@ def test_an_encoder_decoder_keeps_its_cross_attention_also_when_it_is_loaded(fam
     later.set_attn_implementation("eager")
     rg.use(later)
     torch.testing.assert_close(later(**given).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_patterns_saved_with_a_model_are_those_of_its_parts_and_of_what_it_is_part_of(whole, tmp_path):
+    model = encoder_decoder("bart")
+    given = {"input_ids": IDS[:, :13], "decoder_input_ids": IDS[:, 6:]}
+    before = model.model(**given).last_hidden_state
+    saved, kind = (model, AutoModel) if whole else (model.model, AutoModelForSeq2SeqLM)
+    with rg.use(saved, {"*encoder.*": rg.window(2), "*decoder.*": rg.causal() & rg.window(3)}):
+        expected = model.model(**given).last_hidden_state
+        saved.save_pretrained(tmp_path)
+    assert not torch.allclose(expected, before, atol=1e-2)
+    for set_later in (False, True):
+        loaded = kind.from_pretrained(tmp_path, attn_implementation="eager" if set_later else "regard").eval()
+        if set_later:
+            rg.use(loaded)
+        inner = loaded if whole else loaded.model
+        torch.testing.assert_close(inner(**given).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_saved_pattern_is_that_of_the_one_module_whose_name_has_the_same_end():
+    rows = {"text.layers.5.attn": "text", "image.layers.5.attn": "image", "layers.7.attn": "both"}
+    for name, found in {
+        "text.layers.5.attn": "text",
+        "model.image.layers.5.attn": "image",
+        "model.layers.7.attn": "both",
+        "7.attn": "both",
+        "layers.5.attn": None,  # of two
+        "my_layers.7.attn": None,
+        "ayers.7.attn": None,
+        "layers.7": None,
+    }.items():
+        assert named_row(rows, name) == found
+
+
+def test_a_module_without_a_known_name_takes_the_saved_pattern_of_its_class_and_layer(llama):
+    module = deepcopy(llama.model.layers[1].self_attn)
+    with rg.use(llama, {0: PATTERN, 1: rg.causal()}):
+        saved = llama.config.regard_patterns
+    assert saved_pattern(module, saved) == rg.causal()
+    module.layer_idx = 5
+    assert saved_pattern(module, saved) is None
+    module.layer_idx = None
+    with pytest.raises(
+        rg.SpecError, match="saves different patterns for modules like LlamaAttention; call rg"
+    ):
+        saved_pattern(module, saved)
+    with rg.use(llama, PATTERN):
+        assert saved_pattern(module, llama.config.regard_patterns) == PATTERN
+    assert saved_pattern(nn.Linear(2, 3), saved) is None
 
 
 def test_training_through_a_pattern_has_the_gradients_of_its_table(llama):
@@ -544,6 +597,8 @@ def test_what_cannot_be_used_says_why(llama):
     assert llama.config._attn_implementation == "eager"
     with pytest.raises(rg.SpecError, match="encoder_attn' is cross-attention, which keeps all its keys"):
         rg.use(encoder_decoder("bart"), {"*encoder_attn": PATTERN})
+    with pytest.raises(rg.SpecError, match="encoder_attn' is cross-attention, which keeps all its keys"):
+        rg.use(nn.ModuleDict({"inner": encoder_decoder("bart")}), {"inner.*encoder_attn": PATTERN})
     with pytest.raises(rg.SpecError, match="has no attention that can be replaced"):
         rg.use(nn.Linear(2, 2), PATTERN)
     with pytest.raises(rg.SpecError, match=r"takes a torch.nn.Module, not a str"):
@@ -555,6 +610,18 @@ def test_what_cannot_be_used_says_why(llama):
     bloom = BloomModel(BloomConfig(vocab_size=11, hidden_size=8, n_layer=1, n_head=2))
     with pytest.raises(rg.SpecError, match="no attention of this family goes through the registry"):
         rg.use(bloom, PATTERN)
+
+
+def test_a_saved_pattern_of_a_layer_that_the_model_does_not_have_is_named(llama):
+    with rg.use(llama, {1: PATTERN}):
+        config = deepcopy(llama.config)
+    config.num_hidden_layers = 1
+    shorter = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(rg.SpecError) as error:
+        rg.use(shorter)
+    assert str(error.value) == (
+        "the configuration saves a pattern for model.layers.1.self_attn, which this model does not have"
+    )
 
 
 class Wrapper(nn.Module):
