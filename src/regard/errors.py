@@ -98,12 +98,19 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
         raise ShapeError(f"lengths is {lengths.dtype}; whole numbers are needed: lengths.long()")
     if isinstance(at, float):
         raise SpecError(f"at={at}: a query offset is a whole number")
-    if any(isinstance(x, int) and abs(x) > MAX_OFFSET for x in (at if isinstance(at, tuple) else (at,))):
+    require_offset(at)
+    if not isinstance(scale, Real | None) or isinstance(scale, bool):
+        raise SpecError(f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k")
+
+
+def require_offset(at: Any) -> None:
+    """Refuse query offsets, one or several, for which positions could overflow."""
+    if any(
+        isinstance(x, int) and abs(x) > MAX_OFFSET for x in (at if isinstance(at, tuple | list) else (at,))
+    ):
         raise SpecError(
             f"at={at!r} is beyond ±2⁴⁰, and positions are computed in 64 bits; give a smaller offset"
         )
-    if not isinstance(scale, Real | None) or isinstance(scale, bool):
-        raise SpecError(f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k")
 
 
 @contextmanager

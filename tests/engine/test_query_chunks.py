@@ -126,6 +126,20 @@ def test_gradients_of_fused_kernels_are_differentiated_in_chunks(backend, monkey
     assert sizes == [3] * 8 * 2  # the gradients, and those of them
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_offsets_of_few_bits_count_the_rows_of_later_chunks(dtype, monkeypatch):
+    """4 + 297 does not fit into 8 bits, and 32,700 + 297 not into 16."""
+    offsets = torch.tensor([2, 4]) + (32_700 if dtype == torch.int16 else 0)
+    q, k, v = leaves(n=300, m=310)
+    pattern = rg.causal() & rg.strided(7) - rg.window(5)
+    whole = rg.attention(q, k, v, pattern, at=offsets, backend="reference")
+    sizes = in_chunks(monkeypatch)
+    torch.testing.assert_close(
+        rg.attention(q, k, v, pattern, at=offsets.to(dtype), backend="reference"), whole
+    )
+    assert sizes == [3] * 100
+
+
 def test_a_chunk_has_a_share_of_the_pairs(monkeypatch):
     def queries(holds_scores=False, pattern=PATTERN, **options):
         options = {"at": 4} | options

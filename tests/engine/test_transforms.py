@@ -344,3 +344,10 @@ def test_a_batch_of_gradients_is_each_of_them(pattern, backend, d_v):
     for x, each in zip(found, one_by_one):
         torch.testing.assert_close(x, torch.stack(each))
         assert not x.requires_grad
+
+
+def test_offsets_per_row_are_not_read_for_a_pattern_without_data():
+    pattern = rg.causal() & rg.window(4)
+    with FakeTensorMode():
+        q, k = torch.randn(2, 1, 9, 8), torch.randn(2, 1, 20, 8)
+        assert rg.attention(q, k, k, pattern, at=torch.zeros(2, dtype=torch.long)).shape == q.shape

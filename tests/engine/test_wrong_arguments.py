@@ -317,6 +317,7 @@ def test_sharded_tensors_name_what_runs_a_pattern_on_them():
         ({"at": 2**40 + 1}, r"^at=1099511627777 is beyond ±2⁴⁰"),
         ({"at": (0, 2**60)}, r"^at=\(0, 1152921504606846976\) is beyond ±2⁴⁰"),
         ({"at": torch.tensor([2**60, 2**60])}, r"^at=1152921504606846976 is beyond ±2⁴⁰"),
+        ({"at": torch.tensor([0, -(2**60)])}, r"^at=\[0, -1152921504606846976\] is beyond ±2⁴⁰"),
     ],
 )
 def test_arguments_that_no_backend_can_read_are_refused_in_words(options, message):

@@ -18,6 +18,7 @@ from ..errors import (
     not_a_pattern,
     not_an_argument,
     require_device,
+    require_offset,
     require_one_kind,
     require_tensors,
     require_whole_sequences,
@@ -424,8 +425,7 @@ def check(call: Call) -> Call:
 
 
 def _check_extras(call: Call) -> None:
-    q, n, m = call.q, call.n, call.m
-    b = q.shape[0]
+    b, h, n, m = *call.q.shape[:2], call.n, call.m
     shape = (b,) if call.lengths is None else tuple(call.lengths.shape)
     if shape[:1] != (b,) or shape[1:] not in ((), (2,)):
         raise ShapeError(
@@ -435,14 +435,13 @@ def _check_extras(call: Call) -> None:
     if call.lengths is not None and readable(call.lengths) and b:
         low, high = (int(x) for x in call.lengths.aminmax())
         if low < 0 or high > m:
-            raise ShapeError(
-                f"lengths has {low if low < 0 else high}, and there are {m} keys: 0 to {m} is needed"
-            )
+            wrong = low if low < 0 else high
+            raise ShapeError(f"lengths has {wrong}, and there are {m} keys: 0 to {m} is needed")
     if isinstance(call.pattern, per_head):
-        call.pattern.check_heads(q.shape[1])
-    if call.sink_logits is not None and tuple(call.sink_logits.shape) != (q.shape[1],):
+        call.pattern.check_heads(h)
+    if call.sink_logits is not None and tuple(call.sink_logits.shape) != (h,):
         raise ShapeError(
-            f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({q.shape[1]},)"
+            f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({h},)"
         )
     if not isinstance(call.bias, Tensor | ByDistance | None):
         raise SpecError(
@@ -460,13 +459,15 @@ def _check_extras(call: Call) -> None:
         raise ShapeError(f"at is {call.at.dtype}; offsets are whole numbers: give at.long()")
     elif tuple(call.at.shape) != (b,):
         raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
+    elif readable(call.at):
+        require_offset(call.at.tolist())
     if call.pattern.has_data:
-        call.pattern.check_data(m, n, call.at, (b, q.shape[1]))
+        call.pattern.check_data(m, n, call.at, (b, h))
     for name, x in (("pattern", call.table), ("bias", call.bias if isinstance(call.bias, Tensor) else None)):
-        if x is not None and not broadcasts(x.shape, (b, q.shape[1], n, m)):
+        if x is not None and not broadcasts(x.shape, (b, h, n, m)):
             raise ShapeError(
                 f"{name} has shape {tuple(x.shape)}, which does not broadcast to "
-                f"(batch, heads, queries, keys) = {(b, q.shape[1], n, m)}"
+                f"(batch, heads, queries, keys) = {(b, h, n, m)}"
             )
     if isinstance(call.bias, Tensor) and call.bias.dtype == torch.bool:
         raise SpecError(
@@ -479,8 +480,8 @@ def _check_extras(call: Call) -> None:
                 f"{m - n}; give the query offset with at=, for example at=0"
             )
         for x in (call.bias.table, call.bias.slopes):
-            if x is not None and x.shape[0] != q.shape[1]:
-                raise ShapeError(f"a bias by distance for {x.shape[0]} heads, and q has {q.shape[1]}")
+            if x is not None and x.shape[0] != h:
+                raise ShapeError(f"a bias by distance for {x.shape[0]} heads, and q has {h}")
     if call.scale != call.scale:  # as a compiler reads it, too
         raise SpecError("scale=nan is not a number; use None for 1/√d_k")
     if call.scale == -inf:

@@ -112,7 +112,7 @@ def _chunk(call: Call, rows: slice) -> Call:
     """The call of some of the queries."""
     bias = call.bias if isinstance(call.bias, ByDistance) else rows_of(call.bias, rows)
     if isinstance(call.at, Tensor):
-        at: Any = call.at + rows.start
+        at: Any = call.at.long() + rows.start  # which may not fit into int8 or int16
     else:
         start, step = query_offset(call.pattern, call.n, call.m, call.at)
         at = start + step * rows.start, step

@@ -246,9 +246,7 @@ class _Fused(torch.autograd.Function):
         if not (create_graph or rounds or batched):
             return *fused_backward(grad, (q, k, v, o, lse), scale, mask, is_causal), None, None, None, None
         with torch.enable_grad():
-            call = _as_call(q, k, v, mask, is_causal, scale)
-            grads = reference_backend.gradients((grad, None), call, create_graph=create_graph or not batched)[
-                :3
-            ]
+            call, graph = _as_call(q, k, v, mask, is_causal, scale), create_graph or not batched
+            grads = reference_backend.gradients((grad, None), call, create_graph=graph)[:3]
         with_graph = create_graph or batched  # a batch cannot be detached, and has no graph here
         return *(g if g is None or with_graph else g.detach() for g in grads), None, None, None, None

@@ -118,7 +118,7 @@ class Pattern:
         if n and not isinstance(at, Tensor):
             start, step = query_offset(self, n, m, at)
             last = start + step * (n - 1)
-        elif n and isinstance(at, Tensor) and at.is_cpu and at.numel() and not compiling:
+        elif n and isinstance(at, Tensor) and self.has_data and at.is_cpu and at.numel() and not compiling:
             last = -1 if compat.is_mapped(at) else int(at.max()) + n - 1
         for leaf in self.leaves():
             leaf.fits(m, last)

@@ -44,8 +44,7 @@ DROPOUT = 1.5  # what a pair takes more, in PyTorch operations; without it a pai
 # taken as visible, and each batch row takes so many seconds.
 BIAS, BIAS_CALL = 1.15, (120e-6, 200e-6)
 VISIBLE, LENGTHS_ROW = 0.7, (100e-6, 500e-6)
-# Seconds to plan the queries of a batch row with its own offset, which is rarely the same twice.
-ROW_PLAN = 2e-3
+ROW_PLAN = 2e-3  # seconds to plan the queries of a batch row with its own offset, rarely the same twice
 
 GATHERED, CONCATENATED, MERGED = "short sequence: gathered keys", "concatenated keys", "merged tiles"
 LISTED, ONE_QUERY, PACKED = "gathered keys", "one query", "packed documents"
