@@ -4,12 +4,15 @@ Each call has a length or an offset that was not seen before: a prompt of anothe
 continues a growing cache, a batch whose rows are at other positions. `masked` is PyTorch's SDPA with the mask, made
 in each call, as a caller without regard does. ratio = time of `masked` / our time, medians; results are compared.
 
-PYTHONPATH=src python bench/cpu_first_calls.py [--before OTHER_TREE/src] [--write]
+PYTHONPATH=src python bench/cpu_first_calls.py [--drawn SEED] [--before OTHER_TREE/src] [--write]
+
+--drawn: patterns and sizes from a seed, as nobody chose them, in place of the fixed ones.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -41,6 +44,30 @@ SIZES = [
     (8, 16, 2048, "offsets"),
 ]
 SIZES += [(8, 1, 2048, "offsets"), (1, 1, 2048, "cache")]
+
+
+def drawn(seed: int, count: int = 40) -> list[tuple[rg.Pattern, tuple[int, int, int, str]]]:
+    """Compositions of one to three words, each at a size of its own."""
+    r = random.Random(seed)
+    words = [
+        lambda: rg.window(r.randrange(4, 400)),
+        lambda: rg.every(r.randrange(3, 90)),
+        lambda: rg.strided(r.randrange(8, 150)),
+        lambda: rg.dilated(r.randrange(4, 60), r.randrange(2, 20)),
+        lambda: rg.sinks(r.randrange(1, 30)),
+        lambda: rg.blocks(r.randrange(30, 600)),
+        lambda: rg.prefix(r.randrange(10, 300)),
+    ]
+    cases = []
+    for _ in range(count):
+        pattern = r.choice(words)()
+        for _ in range(r.randrange(3)):
+            pattern = pattern | r.choice(words)()
+        new = r.choice(["length", "length", "offset", "offsets", "cache"])
+        n = r.randrange(100, 2000) if new == "length" else 1 if new == "cache" else r.randrange(2, 200)
+        m = n if new == "length" else r.randrange(1000, 4000)
+        cases.append((rg.causal() & pattern, (r.choice([2, 4]) if new == "offsets" else 1, n, m, new)))
+    return cases
 
 
 def calls(batch: int, n: int, m: int, new: str) -> Iterator[tuple[int, int, int | Tensor]]:
@@ -109,22 +136,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--drawn", type=int, metavar="SEED")
     options.add_argument("--before", help="src of another tree, measured in a process of its own")
     options.add_argument("--write", action="store_true", help="write the table to bench/results/")
     given = options.parse_args()
     torch.set_num_threads(given.threads)
-    rows = [measured(pattern, *sizes) for pattern in PATTERNS for sizes in SIZES]
+    cases = [(pattern, sizes) for pattern in PATTERNS for sizes in SIZES]
+    cases = cases if given.drawn is None else drawn(given.drawn)
+    rows = [measured(pattern, *sizes) for pattern, sizes in cases]
     if given.before:
         env = {**os.environ, "PYTHONPATH": given.before}
         command = [sys.executable, __file__, "--threads", str(given.threads)]
+        command += [] if given.drawn is None else ["--drawn", str(given.drawn)]
         printed = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
         for row, earlier in zip(rows, json.loads(printed)["rows"]):
             row["before"] = {name: earlier[name] for name in ("backends", "ms", "first ratio")}
-    table = {**origin(), "threads": given.threads, "rows": rows}
+    table = {**origin(), "threads": given.threads, "seed": given.drawn, "rows": rows}
     text = json.dumps(table, indent=1)
     print(text)
     if given.write:
-        path = Path(__file__).parent / "results" / f"cpu_first_calls-{table['date'][:10]}.json"
+        name = "cpu_first_calls" if given.drawn is None else "cpu_first_calls_drawn"
+        path = Path(__file__).parent / "results" / f"{name}-{table['date'][:10]}.json"
         path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -50,7 +50,7 @@ def relations(pattern: Pattern, by_keys: bool) -> dict[Pattern, Relation]:
         if not isinstance(word, Word):
             raise NoPlan(f"{word!r} carries data, so its keys are known only when it runs")
         relation = word.relation
-        if relation.largest > LIMITS["positions"]:
+        if relation.largest > LIMITS["positions"]:  # writing the word takes longer than the rest of this loop
             limit("positions", relation.largest, f"{word!r} reaches beyond any sequence")
         out[word] = relation.transposed() if by_keys else relation
     return out
