@@ -332,7 +332,7 @@ def test_no_rows_are_sorted_to_find_equal_blocks(monkeypatch):
         monkeypatch.setattr(module, "unique", partial(unique_numbers, module.unique, name))
     place = causal() & window(70), 700, 700, 0, 1
     (general,) = device_passes(place, tile_lists.TILES, False, CPU).steps
-    made = tile_lists._masked(general.work, Sides(0, 1, False))
+    made = tile_lists._masked(general.work, Sides(0, 1, False), CPU)
     assert torch.equal(made.blocks, step.work.blocks) and torch.equal(made.masks.words, step.work.masks.words)
 
 

@@ -187,12 +187,14 @@ def distinct_rows(rows: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
     return rows[first], nth_distinct.ravel()
 
 
-def mask_words(allowed: Tensor) -> Tensor:
-    """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
-    columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by u, row, column."""
-    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 4, 2, 6).reshape(-1, MASK_WORDS, 32)
-    nth = torch.arange(32, dtype=torch.int32, device=allowed.device)
-    return (of_thread.int() << nth).sum(-1, dtype=torch.int32)  # int64 takes four times as long
+def mask_words(allowed: Tensor) -> NDArray[np.int32]:
+    """The masks of blocks, on the host. allowed: (x, MEMBERS, MEMBERS), which pairs are allowed."""
+    if allowed.device.type == "cpu":
+        rows = np.packbits(allowed.numpy(), bitorder="little")
+    else:
+        eight = allowed.reshape(-1, 8).byte() << torch.arange(8, dtype=torch.uint8, device=allowed.device)
+        rows = eight.sum(-1, dtype=torch.uint8).cpu().numpy()
+    return _of_threads(rows.view(np.uint64).reshape(-1, MEMBERS))
 
 
 # The bits of the columns before x, by x.
@@ -202,10 +204,16 @@ TWO, *CLOSER = map(np.uint64, (0x0303030303030303, 0x00FF00FF00FF00FF, 0x0000FFF
 
 def interval_mask_words(ends: NDArray[np.uint8]) -> NDArray[np.int32]:
     """`mask_words` of intervals. ends: of each mask, the first column of each row, then the end of each."""
-    of_rows = BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]]
+    return _of_threads(BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]])
+
+
+def _of_threads(of_rows: NDArray[np.uint64]) -> NDArray[np.int32]:
+    """Masks from 64 bits for each row. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8
+    (y < 8), the columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by u, row,
+    column."""
     of_pairs = of_rows.reshape(-1, 4, 2, 8, 1)  # rows 16 · x + y and 16 · x + y + 8
     two = of_pairs >> 2 * np.arange(4, dtype=np.uint64) & TWO  # of each eight columns
     bits = two[:, :, 0] | two[:, :, 1] << np.uint64(2)
     for shift, mask in zip((4, 8, 16), CLOSER):  # four bits of each byte, moved next to one another
         bits = (bits | bits >> np.uint64(shift)) & mask
-    return bits.astype(np.uint32).view(np.int32).reshape(len(ends), -1)
+    return bits.astype(np.uint32).view(np.int32).reshape(-1, MASK_WORDS)

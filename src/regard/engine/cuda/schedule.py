@@ -55,8 +55,8 @@ class Schedule:
 class HopperSchedule:
     """The blocks of one pass for the Hopper kernels, which work_split.py assigns to programs."""
 
-    blocks: Tensor  # as in Schedule
-    sizes: Ints  # on the host: the number of blocks of each tile
+    blocks: Tensor  # as in Schedule, but on the host, to be put in order
+    sizes: Ints  # the number of blocks of each tile
     masks: Masks
     segments: int = 1
     ragged: bool = True
@@ -64,7 +64,9 @@ class HopperSchedule:
     ordered: bool = False  # tiles of several passes, in the order in which they run (work_split.py)
     chained: bool = False  # … and wait for one another
     rows: int = 0  # of documents: how many batch rows have tiles of their own, 1 if all have the same
-    row: Any = None  # … and the row of each tile; their blocks are on the host, to be put in order
+    row: Any = None  # … and the row of each tile
+    heads: int = 1  # these have the same blocks, which are given once; sizes are of the tiles of one after the other
+    distance: int = 0  # … positions from one head to the next
 
 
 class Sides(NamedTuple):

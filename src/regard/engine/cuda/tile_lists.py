@@ -130,6 +130,7 @@ def _cut_into_blocks(tiles: Ints, of_any: Table, of_all: Table, block: int) -> T
 # The passes of the Hopper kernels, with a mask for each block that has to be tested.
 
 TILES = Config(MEMBERS, MEMBERS, 4, 1)  # of all Hopper kernels; their other numbers do not matter here
+HOST = torch.device("cpu")
 AT_A_TIME = 1024  # masks that are computed at a time: 17 MB of bits
 
 
@@ -137,14 +138,14 @@ AT_A_TIME = 1024  # masks that are computed at a time: 17 MB of bits
 def with_masks(place: Place, by_keys: bool, device: torch.device) -> DevicePasses:
     """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks; forward and dq
     share them. The passes without masks are not kept."""
-    route, sides = device_passes.__wrapped__(place, TILES, by_keys, device), Sides(*place[3:], by_keys)
-    steps = (replace(step, work=_masked(step.work, sides)) for step in route.steps)
+    route, sides = device_passes.__wrapped__(place, TILES, by_keys, HOST), Sides(*place[3:], by_keys)
+    steps = (replace(step, work=_masked(step.work, sides, device)) for step in route.steps)
     return replace(route, steps=tuple(steps))
 
 
-def _masked(work: Schedule, sides: Sides) -> HopperSchedule:
-    device, period = work.blocks.device, work.pattern.shift_period if sides.step == 1 else 0
-    blocks = work.blocks.cpu().numpy().astype(np.int64)
+def _masked(work: Schedule, sides: Sides, device: torch.device) -> HopperSchedule:
+    period = work.pattern.shift_period if sides.step == 1 else 0
+    blocks = work.blocks.numpy().astype(np.int64)
     tested = blocks[:, 9] & TESTED != 0
     words = blocks[tested]
     words[:, 9] = 0  # marks and number of rows do not matter
@@ -157,13 +158,13 @@ def _masked(work: Schedule, sides: Sides) -> HopperSchedule:
     distinct, nth_distinct = distinct_rows(words)
     chunks = torch.from_numpy(distinct).split(AT_A_TIME)
     where = device if len(chunks) > 1 else chunks[0].device
-    computed = torch.cat([mask_words(_allowed(work.pattern, x.to(where), sides)).cpu() for x in chunks])
-    masks, nth_mask = distinct_rows(computed.numpy())
+    computed = np.concatenate([mask_words(_allowed(work.pattern, x.to(where), sides)) for x in chunks])
+    masks, nth_mask = distinct_rows(computed)
     blocks[tested, 8] += 256 * (1 + nth_mask[nth_distinct])
     words = np.concatenate([np.zeros_like(masks, shape=(1, MASK_WORDS)), masks])
-    on_device, words = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (blocks, words))
+    on_host, words = (torch.from_numpy(x.astype(np.int32)) for x in (blocks, words))
     sizes = np.diff(np.flatnonzero(blocks[:, 9] & BEGINS), append=len(blocks))
-    return HopperSchedule(on_device, sizes, Masks(words), work.segments, work.ragged)
+    return HopperSchedule(on_host, sizes, Masks(words.to(device)), work.segments, work.ragged)
 
 
 def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
@@ -202,7 +203,7 @@ def in_boxes(place: Place, by_keys: bool, device: torch.device) -> DevicePasses 
     """The pass of a grid in boxes, if that has fewer blocks than its pass in lines; otherwise None."""
     if not isinstance(place[0], neighborhood):
         return None
-    lines = device_passes(place, TILES, by_keys, device)
+    lines = device_passes(place, TILES, by_keys, HOST)
     work = _boxes(place[0], by_keys, len(lines.steps[0].work.blocks), device)
     return None if work is None else DevicePasses((DevicePass(work, None, False, False),), True)
 
@@ -296,7 +297,7 @@ def _box_schedule(
     masks, nth_mask = distinct_rows(allowed[tested].view(np.int64))
     pairs = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").reshape(-1, MEMBERS, MEMBERS)
     bits = mask_words(torch.from_numpy(pairs.swapaxes(1, 2).copy()))
-    words = np.concatenate([np.zeros(MASK_WORDS, dtype=np.int64), bits.numpy().ravel(), lists.ravel()])
+    words = np.concatenate([np.zeros(MASK_WORDS, dtype=np.int64), bits.ravel(), lists.ravel()])
 
     sizes = size[kind]
     tile, at = np.repeat(np.arange(len(kind)), sizes), indices_of_blocks(size, kind)
@@ -315,11 +316,9 @@ def _box_schedule(
     shared = (at for at, cut in enumerate(cuts) if cut.shared.any())
     tests = (f"({axes[at]} >= ((hop >> {6 * at}) & 63))" for at in shared)
 
-    def to_device(rows: Ints) -> Tensor:
-        return torch.from_numpy(rows.astype(np.int32)).to(device)
-
-    all_masks = Masks(to_device(words), spread, " & ".join(tests) or None, MEMBERS * int(counts[at].sum()))
-    return HopperSchedule(to_device(blocks), sizes, all_masks, segments=2)
+    on_host, words = (torch.from_numpy(x.astype(np.int32)) for x in (blocks, words))
+    all_masks = Masks(words.to(device), spread, " & ".join(tests) or None, MEMBERS * int(counts[at].sum()))
+    return HopperSchedule(on_host, sizes, all_masks, segments=2)
 
 
 def _coordinate(side: int, inner: int) -> str:

@@ -92,8 +92,7 @@ def _of_tiles(work: HopperSchedule, tiles: NDArray[np.bool_], split: bool) -> Ho
     if tiles.all():
         return work if split == work.split else replace(work, split=split)
     indices = torch.from_numpy(indices_of_blocks(work.sizes, np.flatnonzero(tiles)))
-    blocks = work.blocks[indices.to(work.blocks.device)]
-    return replace(work, blocks=blocks, sizes=work.sizes[tiles], split=split)
+    return replace(work, blocks=work.blocks[indices], sizes=work.sizes[tiles], split=split)
 
 
 def heads_at_a_time(work: HopperSchedule, heads: int, others: Layout, programs: int) -> int:
@@ -103,7 +102,7 @@ def heads_at_a_time(work: HopperSchedule, heads: int, others: Layout, programs: 
     if work.split or work.rows > 1 or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
-    return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)
+    return next(x for x in divisors if x == heads or x * work.sizes.sum() >= MIN_RUN * programs)
 
 
 def split_work(
@@ -122,7 +121,7 @@ def split_work(
     dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
     backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
-    size, table = group * work.sizes, work.blocks.cpu().numpy()
+    size, table = group * work.sizes, work.blocks.numpy()
     k = min(max(programs // heads, 1), int(size.sum()) if work.split else len(size))
     if work.rows and work.split:
         return _in_order(work, table, _equal_pieces(size, k), group, multiple)
@@ -171,7 +170,10 @@ def _in_order(
     empty = np.flatnonzero(nth >= stops)
     nth[empty] = stops[empty] - 1
     head, nth = np.divmod(nth, np.repeat(sizes[tile], length)) if group > 1 else (0, nth)
-    blocks = table[nth + np.repeat((np.cumsum(sizes) - sizes)[tile], length)]
+    of_head, in_head = np.divmod(tile, len(sizes) // work.heads)
+    blocks = table[nth + np.repeat((np.cumsum(sizes) - sizes)[in_head], length)]
+    if work.heads > 1:
+        blocks[:, [0, 3, 6, 10]] += np.repeat(work.distance * of_head, length)[:, None].astype(np.int32)
     blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * head
     blocks[starts, 9] |= BEGINS
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
@@ -366,7 +368,7 @@ def chain_passes(
     size = np.concatenate([x.sizes for x in works])
     if size.max() > MAX_IN_TILE or b * h * size.sum() > MAX_CHAINED:
         return None
-    tables = [x.blocks.cpu().numpy().astype(np.int64) for x in works]
+    tables = [x.blocks.numpy().astype(np.int64) for x in works]
     masks = [x.masks.words for x in works]
     for table, before in zip(tables, np.cumsum([0, *map(len, masks)])):
         table[:, 8] += 256 * before
@@ -395,8 +397,7 @@ def chain_passes(
     table, head = table[indices_of_blocks(size, tile)], np.repeat(head, size[tile])
     table[:, [0, 10]] += n * head[:, None]
     table[:, 4] += count * head
-    blocks = torch.from_numpy(table.astype(np.int32)).to(passes.steps[0].work.blocks.device)
-    all_masks = Masks(torch.cat(masks))
+    blocks, all_masks = torch.from_numpy(table.astype(np.int32)), Masks(torch.cat(masks))
     work = replace(works[0], blocks=blocks, sizes=size[tile], ordered=True, chained=True, masks=all_masks)
     return DevicePass(work, None, True, False), one_head, heads * count
 
@@ -431,7 +432,7 @@ def interleave(
         return None
     (b, h, n, _), work = layouts[0].shape, pieces.work
     heads, per_tile = b * h, work.sizes
-    table = work.blocks.cpu().numpy()
+    table = work.blocks.numpy()
     tile = np.repeat(np.arange(len(per_tile)), per_tile)
     table = table[np.lexsort((table[:, 0], tile))]
     begin = np.flatnonzero(ranks(per_tile) % PIECE == 0)
@@ -441,16 +442,16 @@ def interleave(
     joins = np.zeros((len(per_tile), ITEM), dtype=np.int64)
     joins[:, :5] = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, np.cumsum(count) - count, count])
 
-    both = repeated(replace(work, blocks=torch.from_numpy(table)), heads, n).blocks.numpy()
+    both = _repeated(table, heads, n)
     both[:, 7] += np.repeat(np.arange(heads), len(table))
-    other_blocks = flat.work.blocks.cpu().numpy().copy()
+    other_blocks = _repeated(others.work.blocks.numpy(), heads, n)
     other_blocks[:, 7] = -1
     size = np.concatenate([np.tile(size, heads), flat.work.sizes])
     both, first = np.concatenate([both, other_blocks]), np.cumsum(size) - size
     row = np.where(both[first, 7] < 0, both[first, 10], both[first, 0])  # of a tile, of the keys of a piece
     order = np.argsort(row, kind="stable")
-    device, blocks = work.blocks.device, torch.from_numpy(both[indices_of_blocks(size, order)])
-    interleaved = replace(flat.work, blocks=blocks.to(device), sizes=size[order], ordered=True)
+    blocks, device = torch.from_numpy(both[indices_of_blocks(size, order)]), work.masks.words.device
+    interleaved = replace(others.work, blocks=blocks, sizes=size[order], ordered=True)
     cut = split_work(interleaved, 1, programs, dynamic_share=dynamic_share)
     slot, device_joins = cut.blocks[:, 7].contiguous(), torch.from_numpy(joins.astype(np.int32)).to(device)
     return pieces, flat, one_head, replace(cut, slot=slot, joins=device_joins, slots=len(begin))
@@ -487,13 +488,12 @@ def flatten_heads(
     period = 1 if one_pass.keep is None else one_pass.keep.shift_period
     if flat is None or period == 0 or step * n % period or (period > 1 and step * n * heads >= 2**31):
         return one_pass, layouts
-    return replace(one_pass, work=repeated(work, heads, n)), flat
+    of_all = replace(work, sizes=np.tile(work.sizes, heads), heads=heads, distance=n)
+    return replace(one_pass, work=of_all), flat
 
 
-def repeated(work: HopperSchedule, times: int, distance: int) -> HopperSchedule:
-    """The schedule of `times` sequences, `distance` positions from one to the next, as one."""
-    shift = distance * np.repeat(np.arange(times), len(work.blocks))[:, None]
-    blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
-    blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
-    moved = torch.from_numpy(blocks).to(work.blocks.device)
-    return replace(work, blocks=moved, sizes=np.tile(work.sizes, times))
+def _repeated(table: NDArray[Any], heads: int, distance: int) -> NDArray[Any]:
+    """The blocks of all heads, `distance` positions from one to the next."""
+    blocks = np.tile(table, (heads, 1))
+    blocks[:, [0, 3, 6, 10]] += distance * np.repeat(np.arange(heads), len(table))[:, None].astype(np.int32)
+    return blocks
