@@ -17,7 +17,7 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from ..progression import FAR, Ints, PerQuery, Progression, solve
+from ..progression import FAR, Ints, PerQuery, Progression, ranks, solve
 from .algebra import Pattern
 from .relation import Relation
 from .word import Word
@@ -90,7 +90,8 @@ class Axis:
 
     def index(self, position: PerQuery) -> Ints:
         """The first index at or after a position, within 0 … count."""
-        return np.asarray(np.clip(-((self.start - position) // self.step), 0, self.count))
+        index = position - self.start if self.step == 1 else -((self.start - position) // self.step)
+        return np.asarray(np.minimum(np.maximum(index, 0), self.count))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +132,7 @@ def cut_tiles(axis: Axis, tile: int, row_step: int, cuts: Ints) -> Tiles:
     tiles = -(-count // tile)
     limit("tiles", int(tiles.sum()), f"{axis.count} rows in tiles of {tile}, row step {row_step}")
     run = np.repeat(np.arange(len(tiles)), tiles)
-    nth = np.arange(len(run)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    nth = ranks(tiles)
     first = first.ravel()[run] + nth * tile * row_step
     return Tiles(axis, row_step, first, np.minimum(count[run] - nth * tile, tile))
 
@@ -209,6 +210,9 @@ class Residues:
     @classmethod
     def of(cls, words: dict[Pattern, Bounds], tiles: int) -> "Residues":
         some = {w: r for w, r in words.items() if r.modulus > 1}
+        if not some:
+            zeros = np.zeros(tiles, dtype=np.int64)
+            return cls(zeros, zeros, np.zeros((1, 1), dtype=np.int64), [frozenset(words)])
         plain = frozenset(words) - frozenset(some)
         period = lcm(*(r.modulus for r in some.values()))
         largest = max(words.values(), key=lambda r: r.modulus)
@@ -285,6 +289,10 @@ class Spans:
 
     def where(self, take: NDArray[np.bool_], other: "Spans") -> "Spans":
         """self where take, elsewhere other."""
+        if take.all():
+            return self
+        if not take.any():
+            return other
         mine, theirs = vars(self), vars(other)
         return Spans(**{name: np.where(take, mine[name], theirs[name]) for name in mine})
 
@@ -303,7 +311,8 @@ def spans(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, step: Ints, residu
 def cells(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, shift: Ints) -> Spans:
     """A column of cells."""
     column = spans(table, cover, lo, hi, table.step[cover], table.residue[cover] + shift)
-    return replace(column, cover=np.where(cover < 0, NOTHING, column.cover))
+    column.cover[cover < 0] = NOTHING
+    return column
 
 
 def merged(table: CoverTable, a: Spans, b: Spans) -> tuple[NDArray[np.bool_], Spans]:
@@ -322,8 +331,9 @@ def merge(table: CoverTable, columns: Iterator[Spans]) -> Iterator[Spans]:
             continue
         there, idle = cell.cover != NOTHING, open_.cover == NOTHING
         take, union = merged(table, open_, cell)
-        take &= there & ~idle
-        closed = there & ~take & ~idle
+        both = there & ~idle
+        take &= both
+        closed = both & ~take
         if closed.any():
             yield replace(open_, cover=np.where(closed, open_.cover, NOTHING))
         open_ = union.where(take, cell.where(there, open_))
@@ -332,10 +342,11 @@ def merge(table: CoverTable, columns: Iterator[Spans]) -> Iterator[Spans]:
 
 def emit(table: CoverTable, columns: list[Spans], shift: Ints) -> tuple[Ints, Ints]:
     """offsets and parts: every progression of every span, tile by tile, from left to right."""
-    found = []
+    found: list[tuple[Ints, Ints]] = []
     for s in columns:
         at = np.flatnonzero(s.cover == HULL)
-        found.append(_parts_of(s, at, s.step[at], s.residue[at], False))
+        if len(at) or not found:
+            found.append(_parts_of(s, at, s.step[at], s.residue[at], False))
         for cover, progressions in enumerate(table.covers):
             at = np.flatnonzero(s.cover == cover)
             for residue, step, full in progressions if len(at) else ():
@@ -352,7 +363,9 @@ def _parts_of(s: Spans, at: Ints, step: Ints | int, residue: Ints, full: bool) -
     first = s.lo[at] + (residue - s.lo[at]) % step
     count = -((first - s.hi[at]) // step)
     real = count > 0
-    return at[real], np.stack(np.broadcast_arrays(first, step, count, int(full)), axis=1)[real]
+    parts = np.empty((len(at), 4), dtype=np.int64)
+    parts[:, 0], parts[:, 1], parts[:, 2], parts[:, 3] = first, step, count, full
+    return (at, parts) if real.all() else (at[real], parts[real])
 
 
 def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Ints, Ints]:

@@ -7,7 +7,6 @@ once, by the program that sums it.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import product
 from math import prod
@@ -21,7 +20,7 @@ from torch import Tensor
 from ...pattern import Pattern, neighborhood
 from ...pattern.grid import Axis
 from ...pattern.parts import row_steps
-from ...progression import Ints
+from ...progression import Ints, ranks
 from ..call import Place
 from .call import Config
 from .mask import MASK_WORDS, MEMBERS, Masks, distinct_rows, mask_words
@@ -30,14 +29,14 @@ from .schedule import (
     ITEM,
     TESTED,
     WIDTH,
+    Blocks,
     DevicePass,
     DevicePasses,
     HopperSchedule,
-    Schedule,
     Sides,
     device_passes,
     indices_of_blocks,
-    ranks,
+    scheduled,
 )
 
 NO_MEMBER = -1  # marks an empty entry of a tile or a block
@@ -131,22 +130,21 @@ def _cut_into_blocks(tiles: Ints, of_any: Table, of_all: Table, block: int) -> T
 
 TILES = Config(MEMBERS, MEMBERS, 4, 1)  # of all Hopper kernels; their other numbers do not matter here
 HOST = torch.device("cpu")
-AT_A_TIME = 1024  # masks that are computed at a time: 17 MB of bits
+# Masks that are computed at a time: on a GPU if there are more, 4 MB of truth values; on the host, in its cache.
+AT_A_TIME, ON_HOST = 1024, 128
 
 
 @lru_cache(maxsize=256)
 def with_masks(place: Place, by_keys: bool, device: torch.device) -> DevicePasses:
     """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks; forward and dq
     share them. The passes without masks are not kept."""
-    route, sides = device_passes.__wrapped__(place, TILES, by_keys, HOST), Sides(*place[3:], by_keys)
-    steps = (replace(step, work=_masked(step.work, sides, device)) for step in route.steps)
-    return replace(route, steps=tuple(steps))
+    sides = Sides(*place[3:], by_keys)
+    return scheduled(place, TILES, by_keys, lambda blocks: _masked(blocks, sides, device))
 
 
-def _masked(work: Schedule, sides: Sides, device: torch.device) -> HopperSchedule:
-    period = work.pattern.shift_period if sides.step == 1 else 0
-    blocks = work.blocks.numpy().astype(np.int64)
-    tested = blocks[:, 9] & TESTED != 0
+def _masked(source: Blocks, sides: Sides, device: torch.device) -> HopperSchedule:
+    period = source.pattern.shift_period if sides.step == 1 else 0
+    blocks, tested = source.table, source.tested
     words = blocks[tested]
     words[:, 9] = 0  # marks and number of rows do not matter
     for at in (2, 5):  # 0: there is no such segment
@@ -156,27 +154,31 @@ def _masked(work: Schedule, sides: Sides, device: torch.device) -> HopperSchedul
         words[:, [0, 10]] -= shift
         words[:, [3, 6]] -= shift * (words[:, [2, 5]] > 0)
     distinct, nth_distinct = distinct_rows(words)
-    chunks = torch.from_numpy(distinct).split(AT_A_TIME)
-    where = device if len(chunks) > 1 else chunks[0].device
-    computed = np.concatenate([mask_words(_allowed(work.pattern, x.to(where), sides)) for x in chunks])
-    masks, nth_mask = distinct_rows(computed)
+    chunks: Any = np.split(distinct, range(ON_HOST, len(distinct), ON_HOST))
+    if len(distinct) > AT_A_TIME and device.type == "cuda":
+        chunks = torch.from_numpy(distinct).to(device).split(AT_A_TIME)
+    computed = [mask_words(_allowed(source.pattern, x, sides)) for x in chunks]
+    masks, nth_mask = distinct_rows(np.concatenate(computed))
     blocks[tested, 8] += 256 * (1 + nth_mask[nth_distinct])
-    words = np.concatenate([np.zeros_like(masks, shape=(1, MASK_WORDS)), masks])
-    on_host, words = (torch.from_numpy(x.astype(np.int32)) for x in (blocks, words))
-    sizes = np.diff(np.flatnonzero(blocks[:, 9] & BEGINS), append=len(blocks))
-    return HopperSchedule(on_host, sizes, Masks(words.to(device)), work.segments, work.ragged)
+    all_masks = np.zeros((1 + len(masks), MASK_WORDS), dtype=np.int32)
+    all_masks[1:] = masks
+    on_host, on_device = torch.from_numpy(blocks.astype(np.int32)), torch.from_numpy(all_masks).to(device)
+    sizes = np.bincount(source.owner)
+    return HopperSchedule(on_host, sizes, Masks(on_device), source.segments, bool(tested.any()))
 
 
-def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
-    """Which pairs of a member of the tile and a column are allowed, in each block: (x, MEMBERS, MEMBERS)."""
-    a, b, c1, a1, b1, c2, a2, b2, end, _, first, hop = words[:, :, None].unbind(1)
-    c = torch.arange(MEMBERS, device=words.device)
-    other = torch.where((c1 > 0) & (c >= c1), a1 + b1 * c, a + b * c)
-    other = torch.where((c2 > 0) & (c >= c2), a2 + b2 * c, other)
+def _allowed(pattern: Pattern, words: Any, sides: Sides) -> Any:
+    """Which pairs of a member of the tile and a column are allowed, in each block: (x, MEMBERS, MEMBERS). By NumPy
+    or, if the words of the blocks are a tensor, by PyTorch."""
+    xp, on_gpu = (torch, {"device": words.device}) if isinstance(words, Tensor) else (np, {})
+    a, b, c1, a1, b1, c2, a2, b2, end, _, first, hop = words.T[:, :, None]
+    c = xp.arange(MEMBERS, **on_gpu)
+    other = xp.where((c1 > 0) & (c >= c1), a1 + b1 * c, a + b * c)
+    other = xp.where((c2 > 0) & (c >= c2), a2 + b2 * c, other)
     own, other = (first + hop * c)[:, :, None], other[:, None, :]
     rows, j = (other, own) if sides.by_keys else (own, other)
-    allowed = torch.as_tensor(pattern.allows(sides.start + sides.step * rows, j), device=words.device)
-    return allowed & (c < end)[:, None].expand(-1, MEMBERS, -1)
+    allowed = xp.asarray(pattern.allows(sides.start + sides.step * rows, j), **on_gpu)
+    return xp.broadcast_to(allowed & (c < end)[:, None], (len(words), MEMBERS, MEMBERS))
 
 
 # Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
@@ -296,7 +298,7 @@ def _box_schedule(
     tested: Table = (allowed != EVERY_QUERY).any(1)
     masks, nth_mask = distinct_rows(allowed[tested].view(np.int64))
     pairs = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").reshape(-1, MEMBERS, MEMBERS)
-    bits = mask_words(torch.from_numpy(pairs.swapaxes(1, 2).copy()))
+    bits = mask_words(pairs.swapaxes(1, 2))
     words = np.concatenate([np.zeros(MASK_WORDS, dtype=np.int64), bits.ravel(), lists.ravel()])
 
     sizes = size[kind]
@@ -316,8 +318,10 @@ def _box_schedule(
     shared = (at for at, cut in enumerate(cuts) if cut.shared.any())
     tests = (f"({axes[at]} >= ((hop >> {6 * at}) & 63))" for at in shared)
 
-    on_host, words = (torch.from_numpy(x.astype(np.int32)) for x in (blocks, words))
-    all_masks = Masks(words.to(device), spread, " & ".join(tests) or None, MEMBERS * int(counts[at].sum()))
+    on_host, on_device = (torch.from_numpy(x.astype(np.int32)) for x in (blocks, words))
+    all_masks = Masks(
+        on_device.to(device), spread, " & ".join(tests) or None, MEMBERS * int(counts[at].sum())
+    )
     return HopperSchedule(on_host, sizes, all_masks, segments=2)
 
 
