@@ -250,6 +250,17 @@ def exceeds_int32(*layouts: Layout) -> bool:
     return any(x.shape[2] * x.stride[2] >= 2**31 for x in layouts)
 
 
+def as_one_head(layouts: tuple[Layout, ...]) -> tuple[Layout, ...] | None:
+    """All heads as one long sequence, if the memory layout allows it."""
+    b, h, n, d = layouts[0].shape
+    flat = tuple(x._replace(shape=(1, 1, b * h * n, d)) for x in layouts)
+    for x in layouts:
+        batch, head, row = x.strides
+        if x.shape != layouts[0].shape or (h > 1 and head != n * row) or (b > 1 and batch != h * n * row):
+            return None
+    return None if exceeds_int32(*flat) else flat
+
+
 OPTIONAL_INPUTS = "dlse", "table", "slopes", "lengths", "at", "sink"  # in the order of `Extras`, after dlse
 
 
