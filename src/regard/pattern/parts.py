@@ -170,9 +170,12 @@ def bounds(relation: Relation, tiles: Tiles, ys: Axis) -> Bounds:
         each = each & (shared == relation.divisor)
         keys &= Progression(0, 0, x0 % shared, shared)  # hi < lo where the residues contradict each other
         limit("positions", keys.step, "two residues of one word")
-    nth, modulus, right = solve(np.full_like(x0, ys.start), ys.step, keys.step, keys.residue)
-    residue = np.where(right, nth, FAR).astype(np.int64) % modulus
-    some = some & (keys.lo <= keys.hi) & right
+    residue, modulus = np.zeros_like(x0), 1
+    if keys.step > 1:
+        nth, modulus, right = solve(np.full_like(x0, ys.start), ys.step, keys.step, keys.residue)
+        residue = np.where(right, nth, FAR).astype(np.int64) % modulus
+        some = some & right
+    some = some & (keys.lo <= keys.hi)
     outer = _indices(ys, first_lo, last_hi, some, 0)
     inner = _indices(ys, last_lo, first_hi, some & each, outer[0])
     return Bounds(outer, inner, modulus, residue)
@@ -301,18 +304,18 @@ NOTHING, HULL = -2, -1
 
 
 def spans(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, step: Ints, residue: Ints) -> Spans:
-    """A column of spans: each as its cover (−1: it has none) or, where that is cheaper, as its hull."""
+    """Spans: each as its cover (−1: it has none) or, where that is cheaper, as its hull."""
     exact = np.where(cover < 0, np.inf, table.slope[cover] * (hi - lo) + table.base[cover])
     hull = MASKED_PAIR_COST * (hi - lo) / step + PART_COST
     cheaper = np.where(exact <= hull, cover, HULL)
     return Spans(lo, hi, cheaper, step, residue % step, np.minimum(exact, hull))
 
 
-def cells(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, shift: Ints) -> Spans:
-    """A column of cells."""
-    column = spans(table, cover, lo, hi, table.step[cover], table.residue[cover] + shift)
-    column.cover[cover < 0] = NOTHING
-    return column
+def cells(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, shift: Ints) -> Iterator[Spans]:
+    """The columns of cells, which are rows of these tables."""
+    every = spans(table, cover, lo, hi, table.step[cover], table.residue[cover] + shift)
+    every.cover[cover < 0] = NOTHING
+    return (Spans(*column) for column in zip(*vars(every).values()))
 
 
 def merged(table: CoverTable, a: Spans, b: Spans) -> tuple[NDArray[np.bool_], Spans]:
@@ -381,7 +384,7 @@ def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Int
         code = 3 * code + pattern.fold(value.__getitem__, np.minimum, np.maximum, lambda v: ALL - v)
     code[lo == hi] = 0
     table, index = _covers(code, residues)
-    columns = (cells(table, index[:, c], lo[:, c], hi[:, c], residues.shift) for c in range(lo.shape[1]))
+    columns = cells(table, index.T, lo.T, hi.T, residues.shift)
     return emit(table, list(merge(table, columns)), residues.shift)
 
 
