@@ -232,6 +232,8 @@ class Layout(NamedTuple):
 
     def like(self) -> "Layout":
         """The layout that torch.empty_like gives a tensor of this one."""
+        if self.stride == contiguous(*self.shape).stride:
+            return self
         result = torch.empty_like(torch.empty_strided(self.shape, self.stride, device="meta"))
         return self._replace(stride=result.stride())
 

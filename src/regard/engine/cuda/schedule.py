@@ -9,7 +9,7 @@ every time.
 Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import and_
@@ -124,21 +124,30 @@ def schedule(blocks: Blocks, device: torch.device) -> Schedule:
     longest = max(MIN_SPLIT, -(-len(blocks.table) // TARGET_ITEMS))
     items, joins = _items(blocks, longest)
 
-    def to_device(array: Ints, width: int) -> Tensor:
-        padded = np.zeros((max(len(array), 1), width), dtype=np.int32)
-        padded[: len(array), : array.shape[1]] = array
-        return torch.from_numpy(padded).to(device)
+    def padded(rows: Ints) -> Ints:
+        """With one row at least: a kernel is given a table."""
+        result = np.zeros((max(len(rows), 1), ITEM), dtype=np.int64)
+        result[: len(rows), : rows.shape[1]] = rows
+        return result
 
+    of_items, of_blocks, of_joins = to_device((padded(items), blocks.table, padded(joins)), device)
     return Schedule(
         pattern=blocks.pattern,
-        items=to_device(items, ITEM)[: len(items)],
-        blocks=to_device(blocks.table, WIDTH),
-        joins=to_device(joins, ITEM)[: len(joins)],
+        items=of_items[: len(items)],
+        blocks=of_blocks,
+        joins=of_joins[: len(joins)],
         segments=blocks.segments,
         ragged=bool(blocks.tested.any()),
         slots=int(joins[:, 4].sum()),
         split=len(joins) > 0,
     )
+
+
+def to_device(tables: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Tables of 32-bit integers, by one copy. Their rows have multiples of 16 bytes, so each begins at such a one."""
+    flat = np.concatenate([x.ravel() for x in tables], dtype=np.int32, casting="unsafe")
+    parts = torch.from_numpy(flat).to(device).split([x.size for x in tables])
+    return [part.view(x.shape) for part, x in zip(parts, tables)]
 
 
 def _kinds(source: Pass, segments: Ints, block: int, sides: Sides) -> Ints:
@@ -155,7 +164,9 @@ def _kinds(source: Pass, segments: Ints, block: int, sides: Sides) -> Ints:
 def indices_of_blocks(sizes: Ints, tiles: Ints) -> Ints:
     """Where the blocks of these tiles are in a table of all blocks; sizes: the number of blocks of each tile."""
     counts = sizes[tiles]
-    return np.repeat((np.cumsum(sizes) - sizes)[tiles], counts) + ranks(counts)
+    return np.arange(counts.sum()) + np.repeat(
+        (np.cumsum(sizes) - sizes)[tiles] - (np.cumsum(counts) - counts), counts
+    )
 
 
 def _differs_from_previous(rows: Ints, columns: int) -> NDArray[np.bool_]:

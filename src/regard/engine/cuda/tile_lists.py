@@ -8,7 +8,7 @@ once, by the program that sums it.
 
 from collections.abc import Iterator
 from functools import lru_cache, reduce
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from .schedule import (
     device_passes,
     indices_of_blocks,
     scheduled,
+    to_device,
 )
 
 NO_MEMBER = -1  # marks an empty entry of a tile or a block
@@ -58,9 +59,7 @@ def one_launch_tables(
     keys = tile_lists(np.ascontiguousarray(allowed.T), row_steps(pattern, step, True), *tile)
     queries = tile_lists(allowed, row_steps(pattern, step, False), *tile)
     queries.items[:, 3:6] += len(keys.blocks)
-    items, members, blocks = (
-        torch.from_numpy(np.concatenate(both).astype(np.int32)).to(device) for both in zip(keys, queries)
-    )
+    items, members, blocks = to_device([np.concatenate(both) for both in zip(keys, queries)], device)
     return (items, members, blocks), len(keys.items)
 
 
@@ -88,15 +87,18 @@ def _orders(allowed: Table, hops: list[int]) -> Iterator[list[Ints]]:
     degree = allowed.sum(1)
     heavy = degree > HEAVY * np.median(degree)
     for hop in hops:
-        order = np.concatenate([np.arange(c, len(allowed), hop) for c in range(min(hop, len(allowed)))])
+        order = np.argsort(np.arange(len(allowed)) % hop, kind="stable")
         yield [order]
         if heavy.any() and not heavy.all():
             yield [order[heavy[order]], order[~heavy[order]]]
 
 
 def _tiles(groups: list[Ints], tile: int) -> Ints:
-    filled = [np.pad(group, (0, -len(group) % tile), constant_values=NO_MEMBER) for group in groups]
-    return np.concatenate(filled).reshape(-1, tile)
+    sizes = [-(-len(group) // tile) * tile for group in groups]
+    filled = np.full(sum(sizes), NO_MEMBER)
+    for group, end, size in zip(groups, accumulate(sizes), sizes):
+        filled[end - size : end - size + len(group)] = group
+    return filled.reshape(-1, tile)
 
 
 def _partners(bits: NDArray[np.uint8], tiles: Ints, others: int, by_all: bool) -> Table:
@@ -109,21 +111,21 @@ def _partners(bits: NDArray[np.uint8], tiles: Ints, others: int, by_all: bool) -
 
 def _cut_into_blocks(tiles: Ints, of_any: Table, of_all: Table, block: int) -> TileLists:
     """The blocks of each tile."""
-    items, blocks, at = [], [], 0
     length = -(-of_any.sum(1) // block)
     order = np.argsort(-length, kind="stable")
-    for t in order:
-        complete = np.flatnonzero(of_all[t])
-        complete = complete[: len(complete) // block * block]
-        of_any[t, complete] = False
-        partners = np.concatenate([complete, np.flatnonzero(of_any[t])])
-        items.append((0, 0, 0, at, at + len(complete) // block, at + length[t], *[-1] * (ITEM - 6)))
-        blocks.append(np.pad(partners, (0, length[t] * block - len(partners)), constant_values=NO_MEMBER))
-        at += length[t]
-    shape = max(at, 1), block  # one block at least: a kernel is given a table
+    tiles, of_any, of_all, length = tiles[order], of_any[order], of_all[order], length[order]
+    nth = np.cumsum(of_all, axis=1)
+    complete = nth[:, -1] // block * block
+    first = of_all & (nth <= complete[:, None])
+    begin = np.cumsum(length) - length
+    shape = max(int(length.sum()), 1), block  # one block at least: a kernel is given a table
     table = np.full(shape, NO_MEMBER, dtype=np.int64)
-    table[:at] = np.concatenate(blocks).reshape(-1, block)
-    return TileLists(np.array(items), tiles[order], table)
+    for partners, at in ((first, block * begin), (of_any & ~first, block * begin + complete)):
+        counts = partners.sum(1)
+        table.ravel()[np.repeat(at, counts) + ranks(counts)] = partners.nonzero()[1]
+    items = np.full((len(tiles), ITEM), -1)
+    items[:, :3], items[:, 3:6] = 0, np.stack([begin, begin + complete // block, begin + length], axis=1)
+    return TileLists(items, tiles, table)
 
 
 # The passes of the Hopper kernels, with a mask for each block that has to be tested.

@@ -400,10 +400,11 @@ def chain_passes(
     head, tile = np.repeat(np.arange(heads), len(size)), np.tile(np.arange(len(size)), heads)
     order = np.lexsort((of_pass[tile], head * count + stretch[tile] + lag * of_pass[tile]))
     head, tile = head[order], tile[order]
-    table, head = table[indices_of_blocks(size, tile)], np.repeat(head, size[tile])
-    table[:, [0, 10]] += n * head[:, None]
-    table[:, 4] += count * head
-    blocks, all_masks = torch.from_numpy(table.astype(np.int32)), Masks(torch.cat(masks))
+    table = np.take(table.astype(np.int32), indices_of_blocks(size, tile), 0)
+    of_head = np.repeat(head.astype(np.int32), size[tile])
+    for word, distance in ((0, n), (10, n), (4, count)):
+        table[:, word] += distance * of_head
+    blocks, all_masks = torch.from_numpy(table), Masks(torch.cat(masks))
     work = replace(works[0], blocks=blocks, sizes=size[tile], ordered=True, chained=True, masks=all_masks)
     return DevicePass(work, None, True, False), one_head, heads * count
 
