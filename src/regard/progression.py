@@ -28,6 +28,18 @@ CHUNK = 1 << 15  # rows evaluated at a time: the arrays stay in the second-level
 MAX_PERIOD = 1 << 22  # of rows of which one number each is held
 
 
+def ranks(counts: Ints) -> Ints:
+    """0, 1, …, count − 1 for each of these counts."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def distances(places: Ints, end: int) -> Ints:
+    """From each place to the next, and from the last one to the end."""
+    result = np.empty_like(places)
+    result[:-1], result[-1:] = places[1:], end
+    return result - places
+
+
 @dataclass(frozen=True)
 class Progression:
     """One progression of keys for each of many queries: bounds inclusive, one step for all.

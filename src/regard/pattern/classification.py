@@ -8,6 +8,7 @@ Triton kernels and the CPU read, and tensors, for the blocks of 128 × 128 pairs
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -33,11 +34,11 @@ class Run:
     step: Any
     count: Any
 
-    @property
+    @cached_property
     def last(self) -> Any:
         return self.first + self.step * (self.count - 1)
 
-    @property
+    @cached_property
     def stride(self) -> Any:
         """The step, or 0 where there is but one position: all differences are multiples of it."""
         return self.step if isinstance(self.step, int) else np.where(self.count > 1, self.step, 0)
@@ -74,28 +75,30 @@ def negated(a: Classes) -> Classes:
 
 def of_relation(r: Relation, i: Run, j: Run) -> Classes:
     """All of what the relation asks, condition by condition."""
-    everywhere = (i.first == i.first) & (j.first == j.first)
-    classes = Classes(everywhere, everywhere ^ everywhere)
+    found: list[Classes] = []
+    if not (r.reads_query and r.reads_key):  # so that the result has the shape of i and j together
+        everywhere = (i.first == i.first) & (j.first == j.first)
+        found.append(Classes(everywhere, everywhere ^ everywhere))
     if r.compares:
         low, high = i.first - j.last, i.last - j.first  # of i − j
     if r.near > -FAR:
-        classes = both(classes, Classes(low >= r.near, high < r.near))
+        found.append(Classes(low >= r.near, high < r.near))
     if r.far < FAR:
-        classes = both(classes, Classes(high <= r.far, low > r.far))
+        found.append(Classes(high <= r.far, low > r.far))
     if r.divisor > 1:
         # i − j is first + a multiple of g; the largest multiple of the divisor up to `high` may be below `low`.
         g, first = _gcd(_gcd(i.stride, j.stride), r.divisor), i.first - j.first
         none = (first % g != 0) | (high // r.divisor * r.divisor < low)
-        classes = both(classes, Classes((g == r.divisor) & (first % r.divisor == 0), none))
+        found.append(Classes((g == r.divisor) & (first % r.divisor == 0), none))
     for run, below, residue in ((i, r.query_below, r.query_class), (j, r.key_below, r.key_class)):
         if below < FAR:
-            classes = both(classes, Classes(run.last < below, run.first >= below))
+            found.append(Classes(run.last < below, run.first >= below))
         if residue[0] > 1:
-            classes = both(classes, _of_class(residue, run))
+            found.append(_of_class(residue, run))
     for size in r.blocks:
         (a, b), (c, d) = ((x.first // size, x.last // size) for x in (i, j))
-        classes = both(classes, Classes((a == b) & (c == d) & (a == c), (b < c) | (d < a)))
-    return classes
+        found.append(Classes((a == b) & (c == d) & (a == c), (b < c) | (d < a)))
+    return reduce(both, found)
 
 
 def _of_class(residue: Residue, x: Run) -> Classes:

@@ -17,7 +17,7 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from ..progression import FAR, Ints, PerQuery, Progression, solve
+from ..progression import FAR, Ints, PerQuery, Progression, ranks, solve
 from .algebra import Pattern
 from .relation import Relation
 from .word import Word
@@ -90,7 +90,8 @@ class Axis:
 
     def index(self, position: PerQuery) -> Ints:
         """The first index at or after a position, within 0 … count."""
-        return np.asarray(np.clip(-((self.start - position) // self.step), 0, self.count))
+        index = position - self.start if self.step == 1 else -((self.start - position) // self.step)
+        return np.asarray(np.minimum(np.maximum(index, 0), self.count))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +132,7 @@ def cut_tiles(axis: Axis, tile: int, row_step: int, cuts: Ints) -> Tiles:
     tiles = -(-count // tile)
     limit("tiles", int(tiles.sum()), f"{axis.count} rows in tiles of {tile}, row step {row_step}")
     run = np.repeat(np.arange(len(tiles)), tiles)
-    nth = np.arange(len(run)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    nth = ranks(tiles)
     first = first.ravel()[run] + nth * tile * row_step
     return Tiles(axis, row_step, first, np.minimum(count[run] - nth * tile, tile))
 
@@ -169,9 +170,12 @@ def bounds(relation: Relation, tiles: Tiles, ys: Axis) -> Bounds:
         each = each & (shared == relation.divisor)
         keys &= Progression(0, 0, x0 % shared, shared)  # hi < lo where the residues contradict each other
         limit("positions", keys.step, "two residues of one word")
-    nth, modulus, right = solve(np.full_like(x0, ys.start), ys.step, keys.step, keys.residue)
-    residue = np.where(right, nth, FAR).astype(np.int64) % modulus
-    some = some & (keys.lo <= keys.hi) & right
+    residue, modulus = np.zeros_like(x0), 1
+    if keys.step > 1:
+        nth, modulus, right = solve(np.full_like(x0, ys.start), ys.step, keys.step, keys.residue)
+        residue = np.where(right, nth, FAR).astype(np.int64) % modulus
+        some = some & right
+    some = some & (keys.lo <= keys.hi)
     outer = _indices(ys, first_lo, last_hi, some, 0)
     inner = _indices(ys, last_lo, first_hi, some & each, outer[0])
     return Bounds(outer, inner, modulus, residue)
@@ -209,6 +213,9 @@ class Residues:
     @classmethod
     def of(cls, words: dict[Pattern, Bounds], tiles: int) -> "Residues":
         some = {w: r for w, r in words.items() if r.modulus > 1}
+        if not some:
+            zeros = np.zeros(tiles, dtype=np.int64)
+            return cls(zeros, zeros, np.zeros((1, 1), dtype=np.int64), [frozenset(words)])
         plain = frozenset(words) - frozenset(some)
         period = lcm(*(r.modulus for r in some.values()))
         largest = max(words.values(), key=lambda r: r.modulus)
@@ -285,6 +292,10 @@ class Spans:
 
     def where(self, take: NDArray[np.bool_], other: "Spans") -> "Spans":
         """self where take, elsewhere other."""
+        if take.all():
+            return self
+        if not take.any():
+            return other
         mine, theirs = vars(self), vars(other)
         return Spans(**{name: np.where(take, mine[name], theirs[name]) for name in mine})
 
@@ -293,17 +304,18 @@ NOTHING, HULL = -2, -1
 
 
 def spans(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, step: Ints, residue: Ints) -> Spans:
-    """A column of spans: each as its cover (−1: it has none) or, where that is cheaper, as its hull."""
+    """Spans: each as its cover (−1: it has none) or, where that is cheaper, as its hull."""
     exact = np.where(cover < 0, np.inf, table.slope[cover] * (hi - lo) + table.base[cover])
     hull = MASKED_PAIR_COST * (hi - lo) / step + PART_COST
     cheaper = np.where(exact <= hull, cover, HULL)
     return Spans(lo, hi, cheaper, step, residue % step, np.minimum(exact, hull))
 
 
-def cells(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, shift: Ints) -> Spans:
-    """A column of cells."""
-    column = spans(table, cover, lo, hi, table.step[cover], table.residue[cover] + shift)
-    return replace(column, cover=np.where(cover < 0, NOTHING, column.cover))
+def cells(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, shift: Ints) -> Iterator[Spans]:
+    """The columns of cells, which are rows of these tables."""
+    every = spans(table, cover, lo, hi, table.step[cover], table.residue[cover] + shift)
+    every.cover[cover < 0] = NOTHING
+    return (Spans(*column) for column in zip(*vars(every).values()))
 
 
 def merged(table: CoverTable, a: Spans, b: Spans) -> tuple[NDArray[np.bool_], Spans]:
@@ -322,8 +334,9 @@ def merge(table: CoverTable, columns: Iterator[Spans]) -> Iterator[Spans]:
             continue
         there, idle = cell.cover != NOTHING, open_.cover == NOTHING
         take, union = merged(table, open_, cell)
-        take &= there & ~idle
-        closed = there & ~take & ~idle
+        both = there & ~idle
+        take &= both
+        closed = both & ~take
         if closed.any():
             yield replace(open_, cover=np.where(closed, open_.cover, NOTHING))
         open_ = union.where(take, cell.where(there, open_))
@@ -332,10 +345,11 @@ def merge(table: CoverTable, columns: Iterator[Spans]) -> Iterator[Spans]:
 
 def emit(table: CoverTable, columns: list[Spans], shift: Ints) -> tuple[Ints, Ints]:
     """offsets and parts: every progression of every span, tile by tile, from left to right."""
-    found = []
+    found: list[tuple[Ints, Ints]] = []
     for s in columns:
         at = np.flatnonzero(s.cover == HULL)
-        found.append(_parts_of(s, at, s.step[at], s.residue[at], False))
+        if len(at) or not found:
+            found.append(_parts_of(s, at, s.step[at], s.residue[at], False))
         for cover, progressions in enumerate(table.covers):
             at = np.flatnonzero(s.cover == cover)
             for residue, step, full in progressions if len(at) else ():
@@ -352,7 +366,9 @@ def _parts_of(s: Spans, at: Ints, step: Ints | int, residue: Ints, full: bool) -
     first = s.lo[at] + (residue - s.lo[at]) % step
     count = -((first - s.hi[at]) // step)
     real = count > 0
-    return at[real], np.stack(np.broadcast_arrays(first, step, count, int(full)), axis=1)[real]
+    parts = np.empty((len(at), 4), dtype=np.int64)
+    parts[:, 0], parts[:, 1], parts[:, 2], parts[:, 3] = first, step, count, full
+    return (at, parts) if real.all() else (at[real], parts[real])
 
 
 def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Ints, Ints]:
@@ -368,7 +384,7 @@ def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Int
         code = 3 * code + pattern.fold(value.__getitem__, np.minimum, np.maximum, lambda v: ALL - v)
     code[lo == hi] = 0
     table, index = _covers(code, residues)
-    columns = (cells(table, index[:, c], lo[:, c], hi[:, c], residues.shift) for c in range(lo.shape[1]))
+    columns = cells(table, index.T, lo.T, hi.T, residues.shift)
     return emit(table, list(merge(table, columns)), residues.shift)
 
 

@@ -8,7 +8,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("triton")  # the package of the kernels imports it
 from regard.engine.cuda.hopper.static import MAX_SUM, SCORES, hide_ptx, rescale_ptx, weights_ptx
@@ -218,7 +217,7 @@ def test_a_warp_rescales_only_rows_whose_base_changed(d):
 def test_pairs_are_hidden_by_the_bits_of_their_mask(columns):
     generator = np.random.default_rng(0)
     allowed = generator.random((64, 64)) < 0.5
-    words = mask_words(torch.from_numpy(allowed)[None]).numpy().reshape(4, MASK_WORDS // 4).astype(np.int64)
+    words = mask_words(allowed[None]).reshape(4, MASK_WORDS // 4).astype(np.int64)
     scores = generator.standard_normal((64, 64)).astype(np.float32)
     count = columns // 2
     text, kinds = hide_ptx(count)

@@ -324,15 +324,13 @@ def test_equal_blocks_are_found_by_a_number_for_each_and_by_their_words_where_th
 
 def test_no_rows_are_sorted_to_find_equal_blocks(monkeypatch):
     """With two million blocks that takes eight seconds of the first call; sorting numbers takes one."""
-    from regard.engine.cuda import tile_lists
-    from regard.engine.cuda.schedule import Sides, device_passes
+    from regard.engine.cuda.tile_lists import with_masks
 
     (step,) = masked(causal() & window(70), 700).steps
     for module, name in ((torch, "dim"), (np, "axis")):
         monkeypatch.setattr(module, "unique", partial(unique_numbers, module.unique, name))
-    place = causal() & window(70), 700, 700, 0, 1
-    (general,) = device_passes(place, tile_lists.TILES, False, CPU).steps
-    made = tile_lists._masked(general.work, Sides(0, 1, False))
+    (again,) = with_masks.__wrapped__((causal() & window(70), 700, 700, 0, 1), False, CPU).steps
+    made = again.work
     assert torch.equal(made.blocks, step.work.blocks) and torch.equal(made.masks.words, step.work.masks.words)
 
 
@@ -347,7 +345,7 @@ def test_many_masks_are_computed_in_parts(monkeypatch, by_keys):
 
     pattern = causal() & blocks_of(100) | prefix(7)
     whole = masked(pattern, 1000, by_keys).steps
-    monkeypatch.setattr(tile_lists, "AT_A_TIME", 3)
+    monkeypatch.setattr(tile_lists, "ON_HOST", 3)
     tile_lists.with_masks.cache_clear()
     parts = masked(pattern, 1000, by_keys).steps
     tile_lists.with_masks.cache_clear()
@@ -386,7 +384,7 @@ DISTANCES = [
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_narrowed_pattern_is_the_same_pattern(seed):
-    from regard.engine.cuda.mask import narrowed
+    from regard.pattern.clauses import narrowed
 
     r = random.Random(seed)
     pattern = r.choice(DISTANCES)

@@ -232,6 +232,8 @@ class Layout(NamedTuple):
 
     def like(self) -> "Layout":
         """The layout that torch.empty_like gives a tensor of this one."""
+        if self.stride == contiguous(*self.shape).stride:
+            return self
         result = torch.empty_like(torch.empty_strided(self.shape, self.stride, device="meta"))
         return self._replace(stride=result.stride())
 
@@ -248,6 +250,17 @@ def contiguous(*shape: int) -> Layout:
 def exceeds_int32(*layouts: Layout) -> bool:
     """Whether an offset within one head can pass 2³¹."""
     return any(x.shape[2] * x.stride[2] >= 2**31 for x in layouts)
+
+
+def as_one_head(layouts: tuple[Layout, ...]) -> tuple[Layout, ...] | None:
+    """All heads as one long sequence, if the memory layout allows it."""
+    b, h, n, d = layouts[0].shape
+    flat = tuple(x._replace(shape=(1, 1, b * h * n, d)) for x in layouts)
+    for x in layouts:
+        batch, head, row = x.strides
+        if x.shape != layouts[0].shape or (h > 1 and head != n * row) or (b > 1 and batch != h * n * row):
+            return None
+    return None if exceeds_int32(*flat) else flat
 
 
 OPTIONAL_INPUTS = "dlse", "table", "slopes", "lengths", "at", "sink"  # in the order of `Extras`, after dlse

@@ -1,12 +1,11 @@
-"""Which pairs are allowed: a pattern as a Triton function `allowed(i, j)`; simpler patterns for what is left to test
-in a pass; the pairs of a block as bits for the Hopper kernels. Nothing here imports Triton before a call runs."""
+"""Which pairs are allowed: a pattern as a Triton function `allowed(i, j)`; the pairs of a block as bits for the
+Hopper kernels. Nothing here imports Triton before a call runs."""
 
 import hashlib
 import linecache
 import re
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
-from operator import and_
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, full, neighborhood
-from ...pattern.classification import of_relation
-from ...pattern.clauses import conjuncts
+from ...pattern import Pattern, Relation, neighborhood
 from ...pattern.one_query import residue, run_formulas
 from ...progression import FAR, Ints
 
@@ -88,71 +85,6 @@ def function(prefix: str, arguments: str, body: str, jit: Any = None, **namespac
     return jit(namespace[name])
 
 
-def narrowed(pattern: Pattern) -> Pattern:
-    """The same pattern, with words that only cut off an end of the bounds replaced by tighter bounds.
-
-    A pass that excludes what an earlier one has computed is such a pattern: `causal() & window(512)` without
-    `window(64)` is the distances from 65 to 512.
-
-    >>> from regard.pattern import causal, window
-    >>> narrowed(causal() & window(512) & ~window(64))
-    Related(Relation(near=65, far=512))
-    """
-    terms = conjuncts(pattern)
-    bounds = [x for x in terms if isinstance(x, Word) and _is_band(x.relation)]
-    inner = reduce(and_, (x.relation for x in bounds), Relation())
-    near, far = inner.near, inner.far
-    others = []
-    for x in terms:
-        minus = x.inner.relation if isinstance(x, Not) and isinstance(x.inner, Word) else Relation()
-        first, last = minus.near, minus.far
-        if minus.divisor > 1 and minus == Relation(divisor=minus.divisor) and near > -FAR:
-            first = last = -(-near // minus.divisor) * minus.divisor  # the only one, if the next is too far
-            minus = Relation(near=first, far=last) if first + minus.divisor > far else minus
-        if _is_band(minus) and first <= near <= last:
-            near = last + 1
-        elif _is_band(minus) and first <= far <= last:
-            far = first - 1
-        elif not (x in bounds or (_is_band(minus) and (last < near or far < first))):
-            others.append(x)
-    if (near, far) == (inner.near, inner.far) or near > far:
-        return pattern
-    return reduce(and_, others, Related(Relation(near=near, far=far)))
-
-
-def _is_band(r: Relation) -> bool:
-    return r != Relation() and r == Relation(near=r.near, far=r.far)
-
-
-def without_certain_words(pattern: Pattern, i: Run, j: Run) -> Pattern:
-    """The pattern without the words that hold for every pair of each of these runs: no need to test them."""
-
-    def leaf(word: Pattern) -> Pattern:
-        if not isinstance(word, Word):
-            return word
-        conditions, remaining = list(word.relation.conditions()), []
-        for condition in conditions:
-            outcome = of_relation(condition, i, j)
-            if outcome.none.all():
-                return ~full()
-            if not outcome.all.all():
-                remaining.append(condition)
-        if len(remaining) == len(conditions):
-            return word
-        return Related(reduce(and_, remaining)) if remaining else full()
-
-    return pattern.fold(leaf, partial(_combined, operation=Both), partial(_combined, operation=Either), Not)
-
-
-def _combined(left: Pattern, right: Pattern, operation: type) -> Pattern:
-    neutral, absorbing = (full(), ~full()) if operation is Both else (~full(), full())
-    if absorbing in (left, right):
-        return absorbing
-    if left == neutral:
-        return right
-    return left if right == neutral else operation(left, right)
-
-
 # Masks, for the Hopper kernels: one bit per pair, which is 1 if the pair is allowed. Bits cost less than conditions,
 # and kernels need not be compiled for each pattern. Where a pattern repeats itself, blocks share a mask: most passes
 # have a few.
@@ -187,12 +119,14 @@ def distinct_rows(rows: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
     return rows[first], nth_distinct.ravel()
 
 
-def mask_words(allowed: Tensor) -> Tensor:
-    """The masks of blocks. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8 (y < 8), the
-    columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by u, row, column."""
-    of_thread = allowed.view(-1, 4, 2, 8, 8, 4, 2).permute(0, 1, 3, 5, 4, 2, 6).reshape(-1, MASK_WORDS, 32)
-    nth = torch.arange(32, dtype=torch.int32, device=allowed.device)
-    return (of_thread.int() << nth).sum(-1, dtype=torch.int32)  # int64 takes four times as long
+def mask_words(allowed: Tensor | NDArray[Any]) -> NDArray[np.int32]:
+    """The masks of blocks, on the host. allowed: (x, MEMBERS, MEMBERS), which pairs are allowed."""
+    if not isinstance(allowed, Tensor):
+        rows = np.packbits(allowed, bitorder="little")
+    else:
+        eight = allowed.reshape(-1, 8).byte() << torch.arange(8, dtype=torch.uint8, device=allowed.device)
+        rows = eight.sum(-1, dtype=torch.uint8).cpu().numpy()
+    return _of_threads(rows.view(np.uint64).reshape(-1, MEMBERS))
 
 
 # The bits of the columns before x, by x.
@@ -202,10 +136,16 @@ TWO, *CLOSER = map(np.uint64, (0x0303030303030303, 0x00FF00FF00FF00FF, 0x0000FFF
 
 def interval_mask_words(ends: NDArray[np.uint8]) -> NDArray[np.int32]:
     """`mask_words` of intervals. ends: of each mask, the first column of each row, then the end of each."""
-    of_rows = BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]]
+    return _of_threads(BELOW[ends[:, MEMBERS:]] & ~BELOW[ends[:, :MEMBERS]])
+
+
+def _of_threads(of_rows: NDArray[np.uint64]) -> NDArray[np.int32]:
+    """Masks from 64 bits for each row. A thread of a Hopper product holds, of the rows 16 · x + y and 16 · x + y + 8
+    (y < 8), the columns 8 · u + 2 · v and 8 · u + 2 · v + 1 for all u: words are by x, y, v, and bits by u, row,
+    column."""
     of_pairs = of_rows.reshape(-1, 4, 2, 8, 1)  # rows 16 · x + y and 16 · x + y + 8
     two = of_pairs >> 2 * np.arange(4, dtype=np.uint64) & TWO  # of each eight columns
     bits = two[:, :, 0] | two[:, :, 1] << np.uint64(2)
     for shift, mask in zip((4, 8, 16), CLOSER):  # four bits of each byte, moved next to one another
         bits = (bits | bits >> np.uint64(shift)) & mask
-    return bits.astype(np.uint32).view(np.int32).reshape(len(ends), -1)
+    return bits.astype(np.uint32).view(np.int32).reshape(-1, MASK_WORDS)

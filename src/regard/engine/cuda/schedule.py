@@ -9,7 +9,7 @@ every time.
 Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import and_
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...pattern import Pattern, Run, classify
-from ...pattern.clauses import conjuncts
-from ...progression import Ints
+from ...pattern.clauses import conjuncts, narrowed, without_certain_words
+from ...progression import Ints, distances, ranks
 from ..call import Place
 from ..plan import Pass, plan
 from .call import Config
-from .mask import Masks, narrowed, without_certain_words
+from .mask import Masks
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile
@@ -55,8 +55,8 @@ class Schedule:
 class HopperSchedule:
     """The blocks of one pass for the Hopper kernels, which work_split.py assigns to programs."""
 
-    blocks: Tensor  # as in Schedule
-    sizes: Ints  # on the host: the number of blocks of each tile
+    blocks: Tensor  # as in Schedule, but on the host, to be put in order
+    sizes: Ints  # the number of blocks of each tile
     masks: Masks
     segments: int = 1
     ragged: bool = True
@@ -64,7 +64,11 @@ class HopperSchedule:
     ordered: bool = False  # tiles of several passes, in the order in which they run (work_split.py)
     chained: bool = False  # … and wait for one another
     rows: int = 0  # of documents: how many batch rows have tiles of their own, 1 if all have the same
-    row: Any = None  # … and the row of each tile; their blocks are on the host, to be put in order
+    row: Any = None  # … and the row of each tile
+    heads: int = (
+        1  # these have the same blocks, which are given once; sizes are of the tiles of one after the other
+    )
+    distance: int = 0  # … positions from one head to the next
 
 
 class Sides(NamedTuple):
@@ -81,91 +85,118 @@ class Sides(NamedTuple):
         return Run(self.start + self.step * first, self.step * hop, count), Run(*keys.T)
 
 
-def schedule(source: Pass, config: Config, sides: Sides, device: torch.device) -> tuple[Schedule, Ints]:
-    """Cut the parts of each tile into blocks and order the items by length, longest first; also returns the tiles."""
-    block = config.block
+class Blocks(NamedTuple):
+    """The blocks of a pass, on the host."""
+
+    pattern: Pattern  # what is to be tested in a masked block
+    tiles: Ints  # (t, 3): first, step, count
+    table: Ints  # (x, 12), tile by tile; of each the full blocks come first
+    owner: Ints  # (x,): the tile of each block
+    tested: NDArray[np.bool_]  # (x,): those that need a mask
+    segments: int  # the largest number in any block
+
+
+def blocks_of(source: Pass, block: int, sides: Sides) -> Blocks:
+    """Cut the parts of each tile into blocks; tiles that turn out to have no allowed pair are left out."""
     tile = np.repeat(np.arange(len(source.tiles)), np.diff(source.offsets))
     single, remainders = _cut_single(*_merged_parts(tile, source.parts[:, :3]), block)
     concatenated = _cut_concatenated(remainders[:, 0], remainders[:, 1:], block)
     concatenated[:, 1] += 1 << 40  # after the blocks of `single`
     segments = np.concatenate([single, concatenated])
     kind = _kinds(source, segments, block, sides)
-    segments = np.insert(segments, 1, kind, axis=1)[kind != EMPTY]
+    order = np.argsort(2 * segments[:, 0] + kind, kind="stable")  # tile, kind; blocks stay in order
+    order = order[kind[order] != EMPTY]
+    segments, kind = segments[order], kind[order]
     runs = sides.runs(source.tiles[tile], source.parts[:, :3])
     pattern = narrowed(without_certain_words(source.pattern, *runs))
-    used, segments[:, 0] = np.unique(segments[:, 0], return_inverse=True)
-    tiles = source.tiles[used]  # without the tiles that turned out to have no allowed pair
-    order = np.argsort(2 * segments[:, 0] + segments[:, 1], kind="stable")  # tile, kind; blocks stay in order
-    segments = segments[order]
-    blocks, owner, kind, max_segments = _table(segments)
-    blocks[:, 9] = np.where(kind == RAGGED, TESTED, 0) + np.where(np.diff(owner, prepend=-1), BEGINS, 0)
-    blocks[:, 9] += 256 * tiles[owner, 2]
-    blocks[:, 10:] = tiles[owner, :2]
-    items, joins = _items(tiles, owner, kind, max(MIN_SPLIT, -(-len(blocks) // TARGET_ITEMS)))
+    used = np.bincount(segments[:, 0], minlength=len(source.tiles)) > 0
+    segments[:, 0] = (np.cumsum(used) - 1)[segments[:, 0]]
+    table, start, max_segments = _table(segments)
+    owner, tested, tiles = segments[start, 0], kind[start] == RAGGED, source.tiles[used]
+    table[:, 9] = TESTED * tested + BEGINS * _differs_from_previous(owner[:, None], 1)
+    table[:, 9] += 256 * tiles[owner, 2]
+    table[:, 10:] = tiles[owner, :2]
+    return Blocks(pattern, tiles, table, owner, tested, max_segments)
 
-    def to_device(array: Ints, width: int) -> Tensor:
-        padded = np.zeros((max(len(array), 1), width), dtype=np.int32)
-        padded[: len(array), : array.shape[1]] = array
-        return torch.from_numpy(padded).to(device)
 
+def schedule(blocks: Blocks, device: torch.device) -> Schedule:
+    """With items ordered by length, longest first."""
+    longest = max(MIN_SPLIT, -(-len(blocks.table) // TARGET_ITEMS))
+    items, joins = _items(blocks, longest)
+
+    def padded(rows: Ints) -> Ints:
+        """With one row at least: a kernel is given a table."""
+        result = np.zeros((max(len(rows), 1), ITEM), dtype=np.int64)
+        result[: len(rows), : rows.shape[1]] = rows
+        return result
+
+    of_items, of_blocks, of_joins = to_device((padded(items), blocks.table, padded(joins)), device)
     return Schedule(
-        pattern=pattern,
-        items=to_device(items, ITEM)[: len(items)],
-        blocks=to_device(blocks, WIDTH),
-        joins=to_device(joins, ITEM)[: len(joins)],
-        segments=max_segments,
-        ragged=bool((kind == RAGGED).any()),
+        pattern=blocks.pattern,
+        items=of_items[: len(items)],
+        blocks=of_blocks,
+        joins=of_joins[: len(joins)],
+        segments=blocks.segments,
+        ragged=bool(blocks.tested.any()),
         slots=int(joins[:, 4].sum()),
         split=len(joins) > 0,
-    ), tiles
+    )
+
+
+def to_device(tables: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Tables of 32-bit integers, by one copy. Their rows have multiples of 16 bytes, so each begins at such a one."""
+    flat = np.concatenate([x.ravel() for x in tables], dtype=np.int32, casting="unsafe")
+    parts = torch.from_numpy(flat).to(device).split([x.size for x in tables])
+    return [part.view(x.shape) for part, x in zip(parts, tables)]
 
 
 def _kinds(source: Pass, segments: Ints, block: int, sides: Sides) -> Ints:
     """FULL, RAGGED or EMPTY for the block of each segment."""
     outcome = classify(source.pattern, *sides.runs(source.tiles[segments[:, 0]], segments[:, 3:]))
     first = np.flatnonzero(_differs_from_previous(segments, 2))
-    size = np.diff(first, append=len(segments))
     count = np.add.reduceat(segments[:, 5], first)
     all_allowed = np.logical_and.reduceat(outcome.all, first) & (count == block)
     none_allowed = np.logical_and.reduceat(outcome.none, first)
-    return np.repeat(np.where(all_allowed, FULL, np.where(none_allowed, EMPTY, RAGGED)), size)
-
-
-def ranks(counts: Ints) -> Ints:
-    """0, 1, …, count − 1 for each of these counts."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    kind = np.where(all_allowed, FULL, np.where(none_allowed, EMPTY, RAGGED))
+    return np.repeat(kind, distances(first, len(segments)))
 
 
 def indices_of_blocks(sizes: Ints, tiles: Ints) -> Ints:
     """Where the blocks of these tiles are in a table of all blocks; sizes: the number of blocks of each tile."""
     counts = sizes[tiles]
-    return np.repeat((np.cumsum(sizes) - sizes)[tiles], counts) + ranks(counts)
+    return np.arange(counts.sum()) + np.repeat(
+        (np.cumsum(sizes) - sizes)[tiles] - (np.cumsum(counts) - counts), counts
+    )
 
 
 def _differs_from_previous(rows: Ints, columns: int) -> NDArray[np.bool_]:
-    """True in each row whose first columns differ from those of the row before."""
-    return np.any(np.diff(rows[:, :columns], axis=0, prepend=-1), axis=1)
+    """True in each row whose first columns differ from those of the row before, and in the first one."""
+    result = np.ones(len(rows), dtype=bool)
+    np.any(rows[1:, :columns] != rows[:-1, :columns], axis=1, out=result[1:])
+    return result
 
 
 def _merged_parts(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
     """The parts of each tile, by key; a part that continues the previous one is merged with it."""
     order = np.lexsort((parts[:, 0], parts[:, 0] % parts[:, 1], parts[:, 1], tile))
     tile, (first, step, count) = tile[order], parts[order].T
-    accumulates = np.append(False, first[1:] == (first + step * count)[:-1])
-    accumulates &= ~_differs_from_previous(np.column_stack([tile, step]), 2)
-    begin = np.flatnonzero(~accumulates)
+    begins = _differs_from_previous(np.column_stack([tile, step]), 2)
+    begins[1:] |= first[1:] != (first + step * count)[:-1]
+    begin = np.flatnonzero(begins)
     return tile[begin], np.column_stack([first[begin], step[begin], np.add.reduceat(count, begin)])
 
 
 def _cut_concatenated(tile: Ints, parts: Ints, block: int) -> Ints:
     """Segments (tile, block of the tile, first column, first, step, count) of concatenated parts, tile by tile."""
     counts = parts[:, 2]
-    first_parts = np.flatnonzero(np.diff(tile, prepend=-1))  # the first part of each tile
+    if not len(tile):
+        return np.zeros((0, 6), dtype=np.int64)
+    first_parts = np.flatnonzero(_differs_from_previous(tile[:, None], 1))  # of each tile
     total = np.add.reduceat(counts, first_parts)
     columns = -(-total // block) * block
-    base = np.repeat(np.cumsum(columns) - columns, np.diff(first_parts, append=len(tile)))
-    within = np.cumsum(counts) - counts
-    within -= np.repeat(within[first_parts], np.diff(first_parts, append=len(tile)))
+    parts_of_tile, within = distances(first_parts, len(tile)), np.cumsum(counts) - counts
+    base = np.repeat(np.cumsum(columns) - columns, parts_of_tile)
+    within -= np.repeat(within[first_parts], parts_of_tile)
     begin = base + within  # where each part begins on one long line on which every block is aligned
 
     block_starts = np.arange(0, int(columns.sum()), block)
@@ -173,7 +204,7 @@ def _cut_concatenated(tile: Ints, parts: Ints, block: int) -> Ints:
     order = np.argsort(column, kind="stable")  # two sorted runs: one merge
     part = np.cumsum(order < len(begin)) - 1
     column = column[order]
-    final = np.diff(column, append=-1) != 0
+    final = np.append(column[1:] != column[:-1], True)
     column, part = column[final], part[final]
     end = begin + counts
     inside = column < end[part]  # not in the empty columns after the last part of a tile
@@ -204,39 +235,42 @@ def _cut_single(tile: Ints, parts: Ints, block: int) -> tuple[Ints, Ints]:
 
     A window is cut from its first key on, so that a bound cuts two of its blocks and all others are full.
     """
-    segments = _cut_concatenated(np.arange(len(parts)), parts, block)
     pieces = -(-parts[:, 2] // block)
-    segments[:, 1] += (np.cumsum(pieces) - pieces)[segments[:, 0]]  # no number twice
-    segments[:, 0] = tile[segments[:, 0]]
+    part, nth = np.repeat(np.arange(len(parts)), pieces), block * ranks(pieces)
+    first, step, count = parts[part].T
+    segments = np.zeros((len(part), 6), dtype=np.int64)
+    segments[:, 0], segments[:, 1] = tile[part], np.arange(len(part))
+    segments[:, 3], segments[:, 4] = first + step * nth, step
+    segments[:, 5] = np.minimum(count - nth, block)
     remainders = segments[segments[:, 5] < block][:, [0, 3, 4, 5]]
     return segments[segments[:, 5] == block], remainders[np.lexsort((remainders[:, 1], remainders[:, 0]))]
 
 
-def _table(segments: Ints) -> tuple[Ints, Ints, Ints, int]:
-    """One row per block (see SEGMENTS), its tile, whether it is masked; and the largest number of segments."""
-    tile, kind, _, place, first, step, count = segments.T
-    new = _differs_from_previous(segments, 3)
+def _table(segments: Ints) -> tuple[Ints, Ints, int]:
+    """One row per block (see SEGMENTS), the first segment of each, and the largest number of segments."""
+    place, first, step, count = segments[:, 2:].T
+    new = _differs_from_previous(segments, 2)
     start = np.flatnonzero(new)
-    rank = ranks(np.diff(start, append=len(segments)))
+    rank = ranks(distances(start, len(segments)))
     block = np.cumsum(new) - 1
     table = np.zeros((len(start), WIDTH), dtype=np.int64)
-    table[:, [2, 5]] = np.iinfo(np.int32).max  # a segment that never begins
+    table[:, 2] = table[:, 5] = np.iinfo(np.int32).max  # a segment that never begins
     table[block, 3 * rank] = first - step * place
     table[block, 3 * rank + 1] = step
-    later = rank > 0
+    later = np.flatnonzero(rank)
     table[block[later], 3 * rank[later] - 1] = place[later]
     table[:, 8] = np.add.reduceat(count, start)
-    return table, tile[start], kind[start], int(rank.max(initial=0)) + 1
+    return table, start, int(rank.max(initial=0)) + 1
 
 
-def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, Ints]:
+def _items(blocks: Blocks, longest: int) -> tuple[Ints, Ints]:
     """Items (tile, block range, slot), longest first, and the joins of split tiles."""
-    all_tiles = np.arange(len(tiles))
+    tiles, owner = blocks.tiles, blocks.owner
     end = np.cumsum(np.bincount(owner, minlength=len(tiles)))
     begin = np.append(0, end[:-1])
-    masked = end - np.bincount(owner[kind == RAGGED], minlength=len(tiles))
+    masked = end - np.bincount(owner[blocks.tested], minlength=len(tiles))
     pieces = np.maximum(-(-(end - begin) // longest), 1)
-    tile = np.repeat(all_tiles, pieces)
+    tile = np.repeat(np.arange(len(tiles)), pieces)
     nth = ranks(pieces)
     length = (end - begin)[tile]
     lo = begin[tile] + length * nth // pieces[tile]
@@ -281,16 +315,21 @@ class DevicePasses:
 @lru_cache(maxsize=256)
 def device_passes(place: Place, config: Config, by_keys: bool, device: torch.device) -> DevicePasses:
     """The passes of the plan, or of the transposed plan (by_keys), on a device."""
+    return scheduled(place, config, by_keys, lambda blocks: schedule(blocks, device))
+
+
+def scheduled(place: Place, config: Config, by_keys: bool, schedule: Callable[[Blocks], Any]) -> DevicePasses:
+    """The passes of the plan, or of the transposed plan (by_keys), each with the schedule of its blocks."""
     _, n, m, start, step = place
     sides = Sides(start, step, by_keys)
     written = np.zeros(m if by_keys else n, dtype=bool)
     steps: list[DevicePass] = []
     for source, keep in _without_own_conditions(place, config.tile, by_keys):
-        work, tiles = schedule(source, config, sides, device)
-        if not len(tiles):
+        blocks = blocks_of(source, config.block, sides)
+        if not len(blocks.tiles):
             continue
-        members = _written_members(tiles, keep, sides)
-        steps.append(DevicePass(work, keep, bool(written[members].any()), bool(written[members].all())))
+        before = written[members := _written_members(blocks.tiles, keep, sides)]
+        steps.append(DevicePass(schedule(blocks), keep, bool(before.any()), bool(before.all())))
         written[members] = True
     covers = bool(written.all()) and all(x.covered or not x.accumulates for x in steps)
     return DevicePasses(tuple(steps), covers)

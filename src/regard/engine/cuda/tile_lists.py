@@ -7,9 +7,8 @@ once, by the program that sums it.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache, reduce
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from ...pattern import Pattern, neighborhood
 from ...pattern.grid import Axis
 from ...pattern.parts import row_steps
-from ...progression import Ints
+from ...progression import Ints, ranks
 from ..call import Place
 from .call import Config
 from .mask import MASK_WORDS, MEMBERS, Masks, distinct_rows, mask_words
@@ -30,14 +29,15 @@ from .schedule import (
     ITEM,
     TESTED,
     WIDTH,
+    Blocks,
     DevicePass,
     DevicePasses,
     HopperSchedule,
-    Schedule,
     Sides,
     device_passes,
     indices_of_blocks,
-    ranks,
+    scheduled,
+    to_device,
 )
 
 NO_MEMBER = -1  # marks an empty entry of a tile or a block
@@ -59,9 +59,7 @@ def one_launch_tables(
     keys = tile_lists(np.ascontiguousarray(allowed.T), row_steps(pattern, step, True), *tile)
     queries = tile_lists(allowed, row_steps(pattern, step, False), *tile)
     queries.items[:, 3:6] += len(keys.blocks)
-    items, members, blocks = (
-        torch.from_numpy(np.concatenate(both).astype(np.int32)).to(device) for both in zip(keys, queries)
-    )
+    items, members, blocks = to_device([np.concatenate(both) for both in zip(keys, queries)], device)
     return (items, members, blocks), len(keys.items)
 
 
@@ -89,15 +87,18 @@ def _orders(allowed: Table, hops: list[int]) -> Iterator[list[Ints]]:
     degree = allowed.sum(1)
     heavy = degree > HEAVY * np.median(degree)
     for hop in hops:
-        order = np.concatenate([np.arange(c, len(allowed), hop) for c in range(min(hop, len(allowed)))])
+        order = np.argsort(np.arange(len(allowed)) % hop, kind="stable")
         yield [order]
         if heavy.any() and not heavy.all():
             yield [order[heavy[order]], order[~heavy[order]]]
 
 
 def _tiles(groups: list[Ints], tile: int) -> Ints:
-    filled = [np.pad(group, (0, -len(group) % tile), constant_values=NO_MEMBER) for group in groups]
-    return np.concatenate(filled).reshape(-1, tile)
+    sizes = [-(-len(group) // tile) * tile for group in groups]
+    filled = np.full(sum(sizes), NO_MEMBER)
+    for group, end, size in zip(groups, accumulate(sizes), sizes):
+        filled[end - size : end - size + len(group)] = group
+    return filled.reshape(-1, tile)
 
 
 def _partners(bits: NDArray[np.uint8], tiles: Ints, others: int, by_all: bool) -> Table:
@@ -110,42 +111,42 @@ def _partners(bits: NDArray[np.uint8], tiles: Ints, others: int, by_all: bool) -
 
 def _cut_into_blocks(tiles: Ints, of_any: Table, of_all: Table, block: int) -> TileLists:
     """The blocks of each tile."""
-    items, blocks, at = [], [], 0
     length = -(-of_any.sum(1) // block)
     order = np.argsort(-length, kind="stable")
-    for t in order:
-        complete = np.flatnonzero(of_all[t])
-        complete = complete[: len(complete) // block * block]
-        of_any[t, complete] = False
-        partners = np.concatenate([complete, np.flatnonzero(of_any[t])])
-        items.append((0, 0, 0, at, at + len(complete) // block, at + length[t], *[-1] * (ITEM - 6)))
-        blocks.append(np.pad(partners, (0, length[t] * block - len(partners)), constant_values=NO_MEMBER))
-        at += length[t]
-    shape = max(at, 1), block  # one block at least: a kernel is given a table
+    tiles, of_any, of_all, length = tiles[order], of_any[order], of_all[order], length[order]
+    nth = np.cumsum(of_all, axis=1)
+    complete = nth[:, -1] // block * block
+    first = of_all & (nth <= complete[:, None])
+    begin = np.cumsum(length) - length
+    shape = max(int(length.sum()), 1), block  # one block at least: a kernel is given a table
     table = np.full(shape, NO_MEMBER, dtype=np.int64)
-    table[:at] = np.concatenate(blocks).reshape(-1, block)
-    return TileLists(np.array(items), tiles[order], table)
+    for partners, at in ((first, block * begin), (of_any & ~first, block * begin + complete)):
+        counts = partners.sum(1)
+        table.ravel()[np.repeat(at, counts) + ranks(counts)] = partners.nonzero()[1]
+    items = np.full((len(tiles), ITEM), -1)
+    items[:, :3], items[:, 3:6] = 0, np.stack([begin, begin + complete // block, begin + length], axis=1)
+    return TileLists(items, tiles, table)
 
 
 # The passes of the Hopper kernels, with a mask for each block that has to be tested.
 
 TILES = Config(MEMBERS, MEMBERS, 4, 1)  # of all Hopper kernels; their other numbers do not matter here
-AT_A_TIME = 1024  # masks that are computed at a time: 17 MB of bits
+HOST = torch.device("cpu")
+# Masks that are computed at a time: on a GPU if there are more, 4 MB of truth values; on the host, in its cache.
+AT_A_TIME, ON_HOST = 1024, 128
 
 
 @lru_cache(maxsize=256)
 def with_masks(place: Place, by_keys: bool, device: torch.device) -> DevicePasses:
     """The passes of the plan, or of the transposed plan (by_keys), with the masks of their blocks; forward and dq
     share them. The passes without masks are not kept."""
-    route, sides = device_passes.__wrapped__(place, TILES, by_keys, device), Sides(*place[3:], by_keys)
-    steps = (replace(step, work=_masked(step.work, sides)) for step in route.steps)
-    return replace(route, steps=tuple(steps))
+    sides = Sides(*place[3:], by_keys)
+    return scheduled(place, TILES, by_keys, lambda blocks: _masked(blocks, sides, device))
 
 
-def _masked(work: Schedule, sides: Sides) -> HopperSchedule:
-    device, period = work.blocks.device, work.pattern.shift_period if sides.step == 1 else 0
-    blocks = work.blocks.cpu().numpy().astype(np.int64)
-    tested = blocks[:, 9] & TESTED != 0
+def _masked(source: Blocks, sides: Sides, device: torch.device) -> HopperSchedule:
+    period = source.pattern.shift_period if sides.step == 1 else 0
+    blocks, tested = source.table, source.tested
     words = blocks[tested]
     words[:, 9] = 0  # marks and number of rows do not matter
     for at in (2, 5):  # 0: there is no such segment
@@ -155,27 +156,31 @@ def _masked(work: Schedule, sides: Sides) -> HopperSchedule:
         words[:, [0, 10]] -= shift
         words[:, [3, 6]] -= shift * (words[:, [2, 5]] > 0)
     distinct, nth_distinct = distinct_rows(words)
-    chunks = torch.from_numpy(distinct).split(AT_A_TIME)
-    where = device if len(chunks) > 1 else chunks[0].device
-    computed = torch.cat([mask_words(_allowed(work.pattern, x.to(where), sides)).cpu() for x in chunks])
-    masks, nth_mask = distinct_rows(computed.numpy())
+    chunks: Any = np.split(distinct, range(ON_HOST, len(distinct), ON_HOST))
+    if len(distinct) > AT_A_TIME and device.type == "cuda":
+        chunks = torch.from_numpy(distinct).to(device).split(AT_A_TIME)
+    computed = [mask_words(_allowed(source.pattern, x, sides)) for x in chunks]
+    masks, nth_mask = distinct_rows(np.concatenate(computed))
     blocks[tested, 8] += 256 * (1 + nth_mask[nth_distinct])
-    words = np.concatenate([np.zeros_like(masks, shape=(1, MASK_WORDS)), masks])
-    on_device, words = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (blocks, words))
-    sizes = np.diff(np.flatnonzero(blocks[:, 9] & BEGINS), append=len(blocks))
-    return HopperSchedule(on_device, sizes, Masks(words), work.segments, work.ragged)
+    all_masks = np.zeros((1 + len(masks), MASK_WORDS), dtype=np.int32)
+    all_masks[1:] = masks
+    on_host, on_device = torch.from_numpy(blocks.astype(np.int32)), torch.from_numpy(all_masks).to(device)
+    sizes = np.bincount(source.owner)
+    return HopperSchedule(on_host, sizes, Masks(on_device), source.segments, bool(tested.any()))
 
 
-def _allowed(pattern: Pattern, words: Tensor, sides: Sides) -> Tensor:
-    """Which pairs of a member of the tile and a column are allowed, in each block: (x, MEMBERS, MEMBERS)."""
-    a, b, c1, a1, b1, c2, a2, b2, end, _, first, hop = words[:, :, None].unbind(1)
-    c = torch.arange(MEMBERS, device=words.device)
-    other = torch.where((c1 > 0) & (c >= c1), a1 + b1 * c, a + b * c)
-    other = torch.where((c2 > 0) & (c >= c2), a2 + b2 * c, other)
+def _allowed(pattern: Pattern, words: Any, sides: Sides) -> Any:
+    """Which pairs of a member of the tile and a column are allowed, in each block: (x, MEMBERS, MEMBERS). By NumPy
+    or, if the words of the blocks are a tensor, by PyTorch."""
+    xp, on_gpu = (torch, {"device": words.device}) if isinstance(words, Tensor) else (np, {})
+    a, b, c1, a1, b1, c2, a2, b2, end, _, first, hop = words.T[:, :, None]
+    c = xp.arange(MEMBERS, **on_gpu)
+    other = xp.where((c1 > 0) & (c >= c1), a1 + b1 * c, a + b * c)
+    other = xp.where((c2 > 0) & (c >= c2), a2 + b2 * c, other)
     own, other = (first + hop * c)[:, :, None], other[:, None, :]
     rows, j = (other, own) if sides.by_keys else (own, other)
-    allowed = torch.as_tensor(pattern.allows(sides.start + sides.step * rows, j), device=words.device)
-    return allowed & (c < end)[:, None].expand(-1, MEMBERS, -1)
+    allowed = xp.asarray(pattern.allows(sides.start + sides.step * rows, j), **on_gpu)
+    return xp.broadcast_to(allowed & (c < end)[:, None], (len(words), MEMBERS, MEMBERS))
 
 
 # Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
@@ -202,7 +207,7 @@ def in_boxes(place: Place, by_keys: bool, device: torch.device) -> DevicePasses 
     """The pass of a grid in boxes, if that has fewer blocks than its pass in lines; otherwise None."""
     if not isinstance(place[0], neighborhood):
         return None
-    lines = device_passes(place, TILES, by_keys, device)
+    lines = device_passes(place, TILES, by_keys, HOST)
     work = _boxes(place[0], by_keys, len(lines.steps[0].work.blocks), device)
     return None if work is None else DevicePasses((DevicePass(work, None, False, False),), True)
 
@@ -295,8 +300,8 @@ def _box_schedule(
     tested: Table = (allowed != EVERY_QUERY).any(1)
     masks, nth_mask = distinct_rows(allowed[tested].view(np.int64))
     pairs = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").reshape(-1, MEMBERS, MEMBERS)
-    bits = mask_words(torch.from_numpy(pairs.swapaxes(1, 2).copy()))
-    words = np.concatenate([np.zeros(MASK_WORDS, dtype=np.int64), bits.numpy().ravel(), lists.ravel()])
+    bits = mask_words(pairs.swapaxes(1, 2))
+    words = np.concatenate([np.zeros(MASK_WORDS, dtype=np.int64), bits.ravel(), lists.ravel()])
 
     sizes = size[kind]
     tile, at = np.repeat(np.arange(len(kind)), sizes), indices_of_blocks(size, kind)
@@ -315,11 +320,11 @@ def _box_schedule(
     shared = (at for at, cut in enumerate(cuts) if cut.shared.any())
     tests = (f"({axes[at]} >= ((hop >> {6 * at}) & 63))" for at in shared)
 
-    def to_device(rows: Ints) -> Tensor:
-        return torch.from_numpy(rows.astype(np.int32)).to(device)
-
-    all_masks = Masks(to_device(words), spread, " & ".join(tests) or None, MEMBERS * int(counts[at].sum()))
-    return HopperSchedule(to_device(blocks), sizes, all_masks, segments=2)
+    on_host, on_device = (torch.from_numpy(x.astype(np.int32)) for x in (blocks, words))
+    all_masks = Masks(
+        on_device.to(device), spread, " & ".join(tests) or None, MEMBERS * int(counts[at].sum())
+    )
+    return HopperSchedule(on_host, sizes, all_masks, segments=2)
 
 
 def _coordinate(side: int, inner: int) -> str:

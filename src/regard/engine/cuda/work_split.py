@@ -7,7 +7,7 @@ is cut into pieces, at the same rows as other tiles; the results of its pieces a
 import heapq
 import math
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...progression import Ints
-from .call import Layout, exceeds_int32
+from ...progression import Ints, ranks
+from .call import Layout, as_one_head
 from .mask import MEMBERS, Masks
 from .schedule import (
     BEGINS,
@@ -28,7 +28,6 @@ from .schedule import (
     DevicePasses,
     HopperSchedule,
     indices_of_blocks,
-    ranks,
 )
 
 MIN_EXCESS = 4  # blocks by which a tile that is split exceeds a program's share of the tiles that are not
@@ -92,8 +91,7 @@ def _of_tiles(work: HopperSchedule, tiles: NDArray[np.bool_], split: bool) -> Ho
     if tiles.all():
         return work if split == work.split else replace(work, split=split)
     indices = torch.from_numpy(indices_of_blocks(work.sizes, np.flatnonzero(tiles)))
-    blocks = work.blocks[indices.to(work.blocks.device)]
-    return replace(work, blocks=blocks, sizes=work.sizes[tiles], split=split)
+    return replace(work, blocks=work.blocks[indices], sizes=work.sizes[tiles], split=split)
 
 
 def heads_at_a_time(work: HopperSchedule, heads: int, others: Layout, programs: int) -> int:
@@ -103,7 +101,7 @@ def heads_at_a_time(work: HopperSchedule, heads: int, others: Layout, programs: 
     if work.split or work.rows > 1 or rows <= CACHE:
         return heads
     divisors = (x for x in range(1, heads + 1) if heads % x == 0)
-    return next(x for x in divisors if x == heads or x * len(work.blocks) >= MIN_RUN * programs)
+    return next(x for x in divisors if x == heads or x * work.sizes.sum() >= MIN_RUN * programs)
 
 
 def split_work(
@@ -122,7 +120,7 @@ def split_work(
     dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
     backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
-    size, table = group * work.sizes, work.blocks.cpu().numpy()
+    size, table = group * work.sizes, work.blocks.numpy()
     k = min(max(programs // heads, 1), int(size.sum()) if work.split else len(size))
     if work.rows and work.split:
         return _in_order(work, table, _equal_pieces(size, k), group, multiple)
@@ -158,42 +156,55 @@ def _in_order(
     parts = np.bincount(tile, minlength=len(sizes))[tile]
     in_tile = np.lexsort((begin, tile)) if work.split else tile[:0]
     in_tile = in_tile[parts[in_tile] > 1]
-    slot = np.full(len(tile), -1)
+    slot = np.full(len(tile), -1, dtype=np.int32)
     slot[in_tile] = np.arange(len(in_tile))
 
     # The last block of a run may be repeated, without members.
     runs = np.flatnonzero(np.append(True, program_of[1:] != program_of[:-1]))
     last, length = np.append(runs[1:], len(tile)) - 1, end - begin
-    length[last] += -np.add.reduceat(length, runs) % multiple
+    repeats = -np.add.reduceat(length, runs) % multiple
+    length[last] += repeats
     ends = np.cumsum(length)
-    starts, total = ends - length, int(ends[-1])
-    nth, stops = np.arange(total) + np.repeat(begin - starts, length), np.repeat(end, length)
-    empty = np.flatnonzero(nth >= stops)
-    nth[empty] = stops[empty] - 1
-    head, nth = np.divmod(nth, np.repeat(sizes[tile], length)) if group > 1 else (0, nth)
-    blocks = table[nth + np.repeat((np.cumsum(sizes) - sizes)[tile], length)]
-    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * head
+    starts, total, first = ends - length, int(ends[-1]), in_tile[begin[in_tile] == 0]
+
+    idle, count = multiple if per_row else 0, work.rows * per_row or len(runs)
+    shapes = (total + idle, WIDTH), (count, 4 + WIDTH), (len(first), ITEM), (total,)
+    numbers = [math.prod(x) for x in shapes]
+    # By one copy. All but the last table have rows of 32 bytes or more, so each begins at a multiple of 16.
+    flat = torch.from_numpy(np.zeros(sum(numbers), dtype=np.int32))
+    blocks, chunks, joins, slots = (x.view(y).numpy() for x, y in zip(flat.split(numbers), shapes))
+    slots[:] = np.repeat(slot, length)
+    first_block = (np.cumsum(sizes) - sizes)[tile % (len(sizes) // work.heads)]
+    at, empty = np.arange(total), np.repeat(ends[last], repeats) - 1 - ranks(repeats)
+    at += np.repeat(first_block + begin - starts, length)
+    at[empty] = np.repeat(at[ends[last] - repeats - 1], repeats)
+    if group > 1:
+        size = np.repeat(sizes[tile], length)
+        head = (at - np.repeat(first_block, length)) // size
+        at -= head * size
+    table = table.copy()
+    table[:, 9] &= ~BEGINS
+    np.take(table, at, 0, blocks[:total], mode="clip")  # by "raise", it would be copied
+    if group > 1:
+        blocks[:total, 9] += (65536 * head).astype(np.int32)
+    if work.heads > 1:
+        shift = np.repeat((tile // (len(sizes) // work.heads) * work.distance).astype(np.int32), length)
+        for word in (0, 3, 6, 10):
+            blocks[:, word] += shift
     blocks[starts, 9] |= BEGINS
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | TESTED  # the mask without a pair
-    first = in_tile[begin[in_tile] == 0]
-    joins, of_first = np.zeros((len(first), ITEM), dtype=np.int64), blocks[starts[first]]
+    of_first = blocks[starts[first]]
     joins[:, :2], joins[:, 2] = of_first[:, 10:], of_first[:, 9] >> 8 & 255
     joins[:, 3], joins[:, 4] = slot[first], parts[first]
 
-    idle = np.zeros((multiple if per_row else 0, WIDTH), dtype=np.int32)
-    idle[:, 9], idle[:1, 9] = TESTED, TESTED | BEGINS
+    blocks[total:, 9] = TESTED
+    blocks[total : total + 1, 9] |= BEGINS
     chunk, begins = program_of[runs] if per_row else np.arange(len(runs)), starts[runs]
-    chunks = np.empty((work.rows * per_row or len(runs), 4 + WIDTH), dtype=np.int32)
-    chunks[:, :4], chunks[:, 4:] = [total, total + multiple] * 2, idle[:1].sum(0)
+    chunks[:, :4], chunks[:, 4:] = [total, total + multiple] * 2, blocks[total : total + 1].sum(0)
     chunks[chunk, 0], chunks[chunk, 1] = begins, np.append(begins[1:], total)
     chunks[chunk, 4:] = blocks[begins]
     chunks[:, 2:4] = chunks[:, :2]
-    tables: list[NDArray[Any]] = [np.concatenate([blocks, idle]), chunks, joins, np.repeat(slot, length)]
-    flat = np.concatenate([x.ravel() for x in tables], dtype=np.int32, casting="unsafe")
-    # By one copy. All but the last table have rows of 32 bytes or more, so each begins at a multiple of 16.
-    on_device = torch.from_numpy(flat).to(work.masks.words.device)
-    table_ends = accumulate(x.size for x in tables)
-    views = [on_device[end - x.size : end].view(x.shape) for x, end in zip(tables, table_ends)]
+    views = [x.view(y) for x, y in zip(flat.to(work.masks.words.device).split(numbers), shapes)]
     rows = work.rows if per_row else 1
     return WorkSplit(views[0], views[1], views[3], views[2], len(in_tile), work.masks.words, rows)
 
@@ -272,17 +283,14 @@ def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles
 
     If tiles are sorted by length and equally long, program p of k gets tiles p, p + k, ….
     """
-    load = [(0, p) for p in range(programs)]
     assigned = np.searchsorted(np.cumsum(size[order] + 1), (1 - dynamic_share) * (size + 1).sum())
     assigned = min(max(int(assigned) + 1, programs), len(size))
     program_of = np.zeros(len(size), dtype=np.int64)
     program_of[order[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
-    chosen = []
-    for blocks in (size[order[:assigned]] + 1).tolist():
-        least, program = load[0]
-        heapq.heapreplace(load, (least + blocks, program))
-        chosen.append(program)
-    program_of[order[:assigned]] = chosen
+    # As one number each: the work of a program, times the number of programs, plus its number.
+    load, more = list(range(programs)), (programs * (size[order[:assigned]] + 1)).tolist()
+    least = [heapq.heapreplace(load, load[0] + x) for x in more]
+    program_of[order[:assigned]] = np.array(least) % programs
     return program_of
 
 
@@ -366,7 +374,7 @@ def chain_passes(
     size = np.concatenate([x.sizes for x in works])
     if size.max() > MAX_IN_TILE or b * h * size.sum() > MAX_CHAINED:
         return None
-    tables = [x.blocks.cpu().numpy().astype(np.int64) for x in works]
+    tables = [x.blocks.numpy().astype(np.int64) for x in works]
     masks = [x.masks.words for x in works]
     for table, before in zip(tables, np.cumsum([0, *map(len, masks)])):
         table[:, 8] += 256 * before
@@ -392,11 +400,11 @@ def chain_passes(
     head, tile = np.repeat(np.arange(heads), len(size)), np.tile(np.arange(len(size)), heads)
     order = np.lexsort((of_pass[tile], head * count + stretch[tile] + lag * of_pass[tile]))
     head, tile = head[order], tile[order]
-    table, head = table[indices_of_blocks(size, tile)], np.repeat(head, size[tile])
-    table[:, [0, 10]] += n * head[:, None]
-    table[:, 4] += count * head
-    blocks = torch.from_numpy(table.astype(np.int32)).to(passes.steps[0].work.blocks.device)
-    all_masks = Masks(torch.cat(masks))
+    table = np.take(table.astype(np.int32), indices_of_blocks(size, tile), 0)
+    of_head = np.repeat(head.astype(np.int32), size[tile])
+    for word, distance in ((0, n), (10, n), (4, count)):
+        table[:, word] += distance * of_head
+    blocks, all_masks = torch.from_numpy(table), Masks(torch.cat(masks))
     work = replace(works[0], blocks=blocks, sizes=size[tile], ordered=True, chained=True, masks=all_masks)
     return DevicePass(work, None, True, False), one_head, heads * count
 
@@ -431,7 +439,7 @@ def interleave(
         return None
     (b, h, n, _), work = layouts[0].shape, pieces.work
     heads, per_tile = b * h, work.sizes
-    table = work.blocks.cpu().numpy()
+    table = work.blocks.numpy()
     tile = np.repeat(np.arange(len(per_tile)), per_tile)
     table = table[np.lexsort((table[:, 0], tile))]
     begin = np.flatnonzero(ranks(per_tile) % PIECE == 0)
@@ -441,30 +449,19 @@ def interleave(
     joins = np.zeros((len(per_tile), ITEM), dtype=np.int64)
     joins[:, :5] = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, np.cumsum(count) - count, count])
 
-    both = repeated(replace(work, blocks=torch.from_numpy(table)), heads, n).blocks.numpy()
+    both = _repeated(table, heads, n)
     both[:, 7] += np.repeat(np.arange(heads), len(table))
-    other_blocks = flat.work.blocks.cpu().numpy().copy()
+    other_blocks = _repeated(others.work.blocks.numpy(), heads, n)
     other_blocks[:, 7] = -1
     size = np.concatenate([np.tile(size, heads), flat.work.sizes])
     both, first = np.concatenate([both, other_blocks]), np.cumsum(size) - size
     row = np.where(both[first, 7] < 0, both[first, 10], both[first, 0])  # of a tile, of the keys of a piece
     order = np.argsort(row, kind="stable")
-    device, blocks = work.blocks.device, torch.from_numpy(both[indices_of_blocks(size, order)])
-    interleaved = replace(flat.work, blocks=blocks.to(device), sizes=size[order], ordered=True)
+    blocks, device = torch.from_numpy(both[indices_of_blocks(size, order)]), work.masks.words.device
+    interleaved = replace(others.work, blocks=blocks, sizes=size[order], ordered=True)
     cut = split_work(interleaved, 1, programs, dynamic_share=dynamic_share)
     slot, device_joins = cut.blocks[:, 7].contiguous(), torch.from_numpy(joins.astype(np.int32)).to(device)
     return pieces, flat, one_head, replace(cut, slot=slot, joins=device_joins, slots=len(begin))
-
-
-def as_one_head(layouts: tuple[Layout, ...]) -> tuple[Layout, ...] | None:
-    """All heads as one long sequence, if the memory layout allows it."""
-    b, h, n, d = layouts[0].shape
-    flat = tuple(x._replace(shape=(1, 1, b * h * n, d)) for x in layouts)
-    for x in layouts:
-        batch, head, row = x.strides
-        if x.shape != layouts[0].shape or (h > 1 and head != n * row) or (b > 1 and batch != h * n * row):
-            return None
-    return None if exceeds_int32(*flat) else flat
 
 
 def flatten_heads(
@@ -487,13 +484,12 @@ def flatten_heads(
     period = 1 if one_pass.keep is None else one_pass.keep.shift_period
     if flat is None or period == 0 or step * n % period or (period > 1 and step * n * heads >= 2**31):
         return one_pass, layouts
-    return replace(one_pass, work=repeated(work, heads, n)), flat
+    of_all = replace(work, sizes=np.tile(work.sizes, heads), heads=heads, distance=n)
+    return replace(one_pass, work=of_all), flat
 
 
-def repeated(work: HopperSchedule, times: int, distance: int) -> HopperSchedule:
-    """The schedule of `times` sequences, `distance` positions from one to the next, as one."""
-    shift = distance * np.repeat(np.arange(times), len(work.blocks))[:, None]
-    blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
-    blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
-    moved = torch.from_numpy(blocks).to(work.blocks.device)
-    return replace(work, blocks=moved, sizes=np.tile(work.sizes, times))
+def _repeated(table: NDArray[Any], heads: int, distance: int) -> NDArray[Any]:
+    """The blocks of all heads, `distance` positions from one to the next."""
+    blocks = np.tile(table, (heads, 1))
+    blocks[:, [0, 3, 6, 10]] += distance * np.repeat(np.arange(heads), len(table))[:, None].astype(np.int32)
+    return blocks

@@ -173,7 +173,7 @@ def dkv(call: CallLayout) -> tuple[DevicePasses, Launches, dict[str, int]]:
     before: Any = None  # the previous pass, and which parts it left
     for nth, (step, (q, k, v, _, do)) in enumerate(launched):
         (b, heads, *_), adds = k.shape, added[nth]
-        short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time
+        short = b * heads * group * step.work.sizes.sum() <= SHORT_RUN * at_a_time
         share = 0.0 if step.work.split or counters or short else DYNAMIC_SHARE
         backwards = step.accumulates and nth % 2 == 1
         in_flight = heads_at_a_time(step.work, b * heads, q, at_a_time)
