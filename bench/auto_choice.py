@@ -8,7 +8,8 @@
 Each case is one call: whole sequences, short ones, one query or a chunk over a cache, cross attention; dense and
 sparse patterns, packed documents, grids; grouped heads, two widths, padded batches, softcap, sinks, a bias; with and
 without the backward pass. Every backend that takes it runs by name: results and gradients are compared with those of
-auto, and the times too, in rounds of random order (wall time per call, the GPU awaited only at the end of a round, so
+auto, and the times too, beside PyTorch's function as users call it (`pytorch`) where the call is dense, in rounds
+of random order (wall time per call, the GPU awaited only at the end of a round, so
 that the slower of CPU and GPU counts). `regret` is auto's time / the least. On CUDA kernels are compiled by twelve
 processes first; FlexAttention, which compiles for ten seconds, takes part in every Nth case (--flex), and where auto
 chooses it.
@@ -182,7 +183,30 @@ def calls_of(case, device, names):
         first = first or found
         error[name] = max(_off(x, y) for x, y in zip(found, first))
         calls[name] = call(name)
+    if device == "cuda" and case["term"] == "none" and case["dtype"] != "float32" and _is_dense(case):
+        calls["pytorch"] = _pytorch(case, (q, k, v), do)
+        error["pytorch"] = max(_off(x, y) for x, y in zip(calls["pytorch"](), first))
     return explained, calls, refused, error
+
+
+def _is_dense(case):
+    """Whether PyTorch's function computes this call without a mask."""
+    return case["pattern"] == "full()" or (case["pattern"] == "causal()" and case["n"] in (1, case["m"]))
+
+
+def _pytorch(case, tensors, do):
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    options = {"is_causal": case["pattern"] == "causal()" and case["n"] > 1}
+    options["enable_gqa"] = case["heads"] != case["kv_heads"]
+
+    def run():
+        with torch.set_grad_enabled(case["grad"]):
+            o = scaled_dot_product_attention(*tensors, **options)
+            return (o.detach(), *torch.autograd.grad(o, tensors, do)) if case["grad"] else (o,)
+
+    return run
 
 
 def _off(x, y):

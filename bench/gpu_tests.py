@@ -22,6 +22,7 @@ GROUPS = {  # its tests, and the number of processes
     "terms": ("tests/engine/gpu/test_gpu_terms.py", 4),
     "documents": ("tests/engine/gpu/test_gpu_documents.py", 2),
     "flex": ("tests/engine/gpu/test_gpu_flex.py", 2),
+    "sdpa": ("tests/engine/gpu/test_gpu_sdpa.py", 1),
     "explain": ("tests/engine/gpu/test_gpu_explain.py", 1),
     "training": ("tests/training/gpu", 4),
     "huggingface": ("tests/interop/test_huggingface_gpu.py", 1),

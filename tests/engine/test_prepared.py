@@ -113,13 +113,13 @@ def test_a_mask_made_in_inference_serves_training():
     assert not mask.is_inference()  # autograd could not save it
 
 
-def test_rows_of_a_prepared_mask_begin_at_multiples_of_16_bytes(monkeypatch):
+def test_rows_of_a_prepared_mask_begin_at_multiples_of_32_bytes(monkeypatch):
     masks, plain = [], sdpa._sdpa
     monkeypatch.setattr(sdpa, "_sdpa", lambda *x, **named: (masks.append(x[3]), plain(*x, **named))[1])
     for m in (8, 13, 15):
         attention(*qkv(5, m, dtype=torch.float32, grad=False), window(1), backend="sdpa")
     assert [x.shape[-1] for x in masks] == [8, 13, 15]
-    assert [x.stride(-2) for x in masks] == [8, 16, 16]  # also where a number has two bytes
+    assert [x.stride(-2) for x in masks] == [16, 16, 16]  # also where a number has two bytes
 
 
 def test_autocast_is_not_passed_by():

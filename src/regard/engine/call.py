@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -366,6 +367,16 @@ def eager(*tensors: Tensor) -> bool:
     """Whether nothing must see PyTorch's operations: no compiler, trace, transform, dispatch mode or subclass."""
     observed = compat.sizes_are_symbols() or compat.transforms_active() or compat.dispatch_modes()
     return not observed and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+
+
+def aligned_rows(x: Tensor, min_width: int = 1) -> Tensor:
+    """x, or a copy of it, with contiguous rows that begin and end at multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    if padding := max(-x.shape[-1] % unit, min_width - x.shape[-1]):
+        return F.pad(x, (0, padding))
+    a, b, c, last = x.stride()
+    aligned = min(a, b, c) >= 0 and not (a % unit or b % unit or c % unit or x.storage_offset() % unit)
+    return x if last == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def readable(x: Tensor) -> bool:

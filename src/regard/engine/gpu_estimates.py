@@ -7,9 +7,14 @@ Pairs are counted in tiles of 64 queries. The longest tile, which no other progr
 the queries of all heads. The numbers are fitted to one H200 (bench/auto_choice.py --dense, 266 calls, and 100 longer
 ones). Of these, forward passes of 50 µs or more: 84 % of the estimates are within 10 % for `sdpa`, 99 % within 25 %;
 for `triton`, without what is prepared, 53 % and 85 % (the lowest are calls of few queries over many keys).
+
+On Hopper and Blackwell data-center GPUs PyTorch prefers cuDNN's kernels for 16-bit types, which build a plan on the
+CPU for each new shape. Without gradients, where lengths vary most, `sdpa` takes a kernel that builds none unless
+cuDNN's gains more than its plan costs. (Training repeats its shapes.)
 """
 
 from math import ceil, inf
+from os import environ
 from typing import NamedTuple
 
 import torch
@@ -35,6 +40,9 @@ SDPA: Times = {
     128: (DenseTime(7.4e-13, 1.1e-8, 1.9e-10), DenseTime(3.0e-12, 2.5e-8, 1.1e-9)),
     256: (DenseTime(1.34e-12, 1.9e-8, 3.1e-10), DenseTime(7.2e-12, 6e-8, 2.1e-9)),
 }
+# Forward passes by PyTorch's FlashAttention-2 (bench/gpu_sdpa_kernels.py): seconds of a pair and of a query of a
+# long tile; it divides the keys of few queries.
+SDPA_FLASH = {64: (9e-13, 8e-9), 128: (1.55e-12, 1.2e-8), 256: (3.6e-12, 2e-8)}
 SDPA_FLOAT32: Times = {
     64: (DenseTime(6.2e-12, 1.0e-7, 1.6e-10), DenseTime(2.2e-11, 2.7e-7, 2.1e-9)),
     128: (DenseTime(1.0e-11, 9.4e-8, 1.5e-10), DenseTime(4.3e-11, 2.5e-7, 0.0)),
@@ -63,18 +71,64 @@ PROGRAMS, MIN_EXCESS = 528, 4
 # The CPU prepares a call of the Triton kernels when a length is new, which PyTorch's attention does not need: so many
 # seconds forward, and per block of 64 × 64 pairs. It is counted as if each length came so many times. A cache grows
 # with every query, so that of one query comes about as often as a model has layers.
-PREPARE, PREPARE_BLOCK, REUSED = 3e-3, 3.5e-7, 100
-PREPARE_ONE_QUERY, LAYERS = 3.3e-4, 20
+PREPARE, PREPARE_BLOCK, REUSED = 2.5e-3, 4e-8, 100
+PREPARE_ONE_QUERY, LAYERS = 7e-5, 20
 # Seconds per byte of k and v where one query of a head reads them.
-READ_SDPA, READ_TRITON, READ_TRITON_FLOAT32 = 2.6e-13, 2.2e-13, 4.3e-13
+READ_SDPA, READ_FLASH, READ_TRITON, READ_TRITON_FLOAT32 = 2.6e-13, 3.5e-13, 2.2e-13, 4.3e-13
+# A plan of cuDNN. So much longer than by cuDNN a masked pair takes by PyTorch's memory-efficient kernel, of one query
+# and of more (bench/gpu_sdpa_kernels.py).
+CUDNN_PLAN, EFFICIENT_QUERY_PAIR, EFFICIENT_PAIR = 4e-2, 3.6e-10, 3e-12
 
 
 def sdpa_dense(f: CallFacts) -> float:
-    """PyTorch's attention without a mask. In float32 one query is a tile, too: its keys are not divided."""
+    """PyTorch's attention without a mask, and the share of a call in cuDNN's plan."""
+    return _flash_seconds(f) if avoids_plan(f) else _sdpa_seconds(f) + _cudnn_plan(f)
+
+
+def sdpa_plan(f: CallFacts) -> float:
+    """What is added to a call with a mask: its share in cuDNN's plan, or what it takes longer without."""
+    longer = f.pairs * (EFFICIENT_QUERY_PAIR if f.n == 1 else EFFICIENT_PAIR)
+    return min(_cudnn_plan(f), longer)
+
+
+def avoids_plan(f: CallFacts) -> bool:
+    """Whether `sdpa` runs this call by a kernel of PyTorch that builds no plan, in place of cuDNN's."""
+    share = _cudnn_plan(f)
+    if f.unmasked:
+        return share > 0.0 and f.d_k == f.d_v and _flash_seconds(f) < _sdpa_seconds(f) + share
+    return sdpa_plan(f) < share
+
+
+def _cudnn_plan(f: CallFacts) -> float:
+    """Seconds, as a share of one call; 0 where cuDNN does not run it, or where shapes are repeated in training."""
+    fits = f.d_k % 8 == f.d_v % 8 == 0 and max(f.d_k, f.d_v) <= 256 and f.dtype.itemsize == 2
+    if f.device_type != "cuda" or not fits or not f.pairs or f.dropout_p or f.grad or f.bias_grad:
+        return 0.0
+    if not _prefers_cudnn(f.device):
+        return 0.0
+    return CUDNN_PLAN / (LAYERS if f.n == 1 else REUSED)
+
+
+def _prefers_cudnn(device: str) -> bool:
+    """Without a GPU here, a call is explained as on an H200."""
+    if not torch.backends.cuda.cudnn_sdp_enabled() or environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+
+
+def _sdpa_seconds(f: CallFacts) -> float:
+    """By cuDNN; in float32 one query is a tile, too: its keys are not divided."""
     single = f.dtype == torch.float32
     if f.n == 1 and not single:
         return _bytes_read(f) * READ_SDPA
     return _seconds(f, SDPA_FLOAT32 if single else SDPA, f.m)
+
+
+def _flash_seconds(f: CallFacts) -> float:
+    if f.n == 1:
+        return _bytes_read(f) * READ_FLASH
+    pair, query = next(SDPA_FLASH[width] for width in SDPA_FLASH if f.d_k <= width)
+    return _pairs(f) * pair + min(f.n, f.m) * query
 
 
 def triton_dense(f: CallFacts) -> float:
@@ -86,12 +140,12 @@ def triton_dense(f: CallFacts) -> float:
     if f.grad and f.n == f.m and not f.needs_lse:  # which PyTorch's attention does not give
         return inf
     single = f.dtype == torch.float32
-    if f.n == 1:
-        read = _bytes_read(f) * (READ_TRITON_FLOAT32 if single else READ_TRITON)
-        return read + PREPARE_ONE_QUERY / LAYERS
-    factor = TWO_WIDTHS if f.d_k != f.d_v and not single else 1.0
     # Without a GPU here, a call is explained as on an H200.
     is_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(f.device)[0] == 9
+    if f.n == 1:
+        read = READ_TRITON_FLOAT32 if single else READ_TRITON * (1.0 if is_hopper else OTHER_GPU)
+        return _bytes_read(f) * read + PREPARE_ONE_QUERY / LAYERS
+    factor = TWO_WIDTHS if f.d_k != f.d_v and not single else 1.0
     factor = factor if is_hopper else OTHER_GPU
     blocks = _pairs(f) / TILE**2
     prepare = (2 if f.grad else 1) * (PREPARE + blocks * PREPARE_BLOCK)

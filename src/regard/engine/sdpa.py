@@ -6,11 +6,13 @@ the CPU, where it cannot, and for calls that are not prepared, the operation run
 in Python it takes 9 % more of a training call at n = 64, 6 % at n = 128 (8 heads of 64, one core).
 """
 
+from functools import cache
 from itertools import zip_longest
 from math import inf
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,9 +21,9 @@ from .. import compat, reference
 from ..pattern import causal, full
 from ..position import ByDistance
 from . import reference_backend
-from .call import Attend, Call, CallFacts, Prepared, eager, needs_grad, readable, zero_rows
+from .call import Attend, Call, CallFacts, Prepared, aligned_rows, eager, needs_grad, readable, zero_rows
 from .cpu.kernels import PAIR, fused_backward, fused_forward, pair_time
-from .gpu_estimates import sdpa_dense
+from .gpu_estimates import avoids_plan, sdpa_dense, sdpa_plan
 from .query_chunks import PAIRS, by_queries
 
 # On two cores (bench/auto_choice.py), forward, and with backward: seconds per call; what a mask of lengths, of
@@ -44,6 +46,15 @@ REPEATED = 1.3  # forward and backward, where the backward pass computes each ch
 # How far off a weight may be by the rounding of a log-sum-exp; beyond that, gradients are the formula's.
 MAX_ROUNDING = 1e-4
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
+
+FLASH = (
+    "_scaled_dot_product_flash_attention",
+    "float dropout_p=0., bool is_causal=False, bool return_debug_mask=False",
+)
+EFFICIENT = (
+    "_scaled_dot_product_efficient_attention",
+    "Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., bool is_causal=False",
+)
 
 _sdpa = compat.sdpa
 Grads = tuple[Tensor | None, ...]
@@ -71,20 +82,23 @@ class Sdpa:
         if f.bias == "distance":
             pair, call = pair + GPU_GATHER, call + GPU_GATHER_CALL
         repeated = f.grad and f.n * f.m > PAIRS and f.bias != "tensor" and not f.table
-        return f.pairs * pair * (REPEATED if repeated else 1.0) + call
+        return f.pairs * pair * (REPEATED if repeated else 1.0) + sdpa_plan(f) + call
 
     def prepare(self, f: CallFacts) -> Prepared:
+        no_plan = avoids_plan(f)
         if f.unmasked:
             square = f.n == f.m and isinstance(f.pattern, causal)  # there the future is skipped
             count = (lambda: f.pattern.count(f.n)) if square else (lambda: f.n * f.m)
             is_causal = True if isinstance(f.pattern, causal) and f.n > 1 else False  # noqa: SIM210 — no symbol
             build = (lambda: _direct_function(f, None, is_causal)) if _is_direct(f) else None
-            run = lambda call: (_attend(call, None, is_causal), None)  # noqa: E731
-            return Prepared(self.name, "dense", count, run, build)
+            run = lambda call: (_attend(call, None, is_causal, no_plan), None)  # noqa: E731
+            note = "FlashAttention-2, as cuDNN would build a plan for each new shape" if no_plan else ""
+            return Prepared(self.name, "dense", count, run, build, note)
         direct = _is_direct(f) and not isinstance(f.pattern, full)  # else the sizes may be symbols
         cached = direct and f.n * f.m <= MAX_CACHED_MASK[f.device_type]
         build = (lambda: _direct_masked_function(f)) if cached else None
-        chunked = lambda call: by_queries(call, _masked, reference_backend.formula, _holds_scores(f))  # noqa: E731
+        attend = lambda call: _masked(call, no_plan)  # noqa: E731
+        chunked = lambda call: by_queries(call, attend, reference_backend.formula, _holds_scores(f))  # noqa: E731
         return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, chunked, build)
 
 
@@ -129,6 +143,8 @@ def _direct_function(f: CallFacts, mask: Tensor | None, is_causal: bool) -> Atte
     scale, on_cpu, groups = f.factor, f.device_type == "cpu", f.heads != f.kv_heads
     if f.grad and on_cpu and f.pairs and (f.d_k != f.d_v or not compat.can_read_flash_node()):
         return lambda q, k, v: _Fused.apply(q, k, v, mask, is_causal, scale)
+    if avoids_plan(f):
+        return lambda q, k, v: _without_plan(q, k, v, mask, is_causal, scale)
     repeats = groups and _repeats(f.device_type, f.dtype, mask is not None and f.grad)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,6 +153,47 @@ def _direct_function(f: CallFacts, mask: Tensor | None, is_causal: bool) -> Atte
         return _sdpa(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=groups and not repeats)
 
     return (lambda q, k, v: _differentiable(attend(q, k, v))) if f.grad else attend
+
+
+def _without_plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """In 16 bits without gradients, not by cuDNN: by FlashAttention-2, or the memory-efficient kernel for a mask."""
+    kernel = _kernel(*(FLASH if mask is None else EFFICIENT))
+    flags = torch.backends.cuda
+    allowed = flags.flash_sdp_enabled() if mask is None else flags.mem_efficient_sdp_enabled()
+    if kernel is None or not allowed:  # as by torch.nn.attention.sdpa_kernel
+        return _sdpa(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    q, k, v = map(aligned_rows, (q, k, v))
+    if mask is None:
+        return kernel(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+    k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
+    mask = _with_aligned_rows(_added(mask, q)).expand(*q.shape[:-1], k.shape[2])
+    return kernel(q, k, v, mask, False, 0.0, is_causal, scale=scale)[0]
+
+
+@cache
+def _kernel(name: str, arguments: str) -> Any:
+    """A kernel of PyTorch on CUDA; None where it is missing or takes other arguments."""
+    schema = f"aten::{name}(Tensor query, Tensor key, Tensor value, {arguments}, *, float? scale=None)"
+    known = compat.flash_schema(name).startswith(schema)
+    return compat.aten_operator(name).default if known else None
+
+
+def _added(mask: Tensor, q: Tensor) -> Tensor:
+    """The mask as it is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -inf)
+
+
+def _with_aligned_rows(mask: Tensor) -> Tensor:
+    """The mask, or a copy whose rows begin at multiples of 32 bytes and can be read up to the next one."""
+    m, (*strides, last) = mask.shape[-1], mask.stride()
+    readable = m % 16 == 0 or mask.stride(-2) >= m + -m % 16
+    if readable and last == 1 and not mask.data_ptr() & 31 and not any(s % 16 for s in strides):
+        return mask
+    return F.pad(mask, (0, -m % 16)).contiguous()[..., :m]
 
 
 def _repeats(device_type: str, dtype: torch.dtype, trains_with_mask: bool) -> bool:
@@ -158,13 +215,13 @@ def _direct_masked_function(f: CallFacts) -> Attend:
     device = torch.device(f.device)
     allowed = f.pattern.allowed(f.n, f.m, f.offset, device)
     empty = ~allowed.any(-1, keepdim=True)
-    padding = -f.m % 8  # rows that begin at a multiple of 16 bytes: the CUDA kernels would copy others
+    padding = -f.m % 16  # rows that begin at a multiple of 32 bytes: the CUDA kernels would copy others
     mask = torch.zeros(1, 1, f.n, f.m + padding, dtype=f.dtype, device=device)
     mask = mask[..., : f.m].masked_fill_(~(allowed | empty), -inf)
     return zero_rows(_direct_function(f, mask, False), empty)
 
 
-def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
+def _masked(call: Call, no_plan: bool = False) -> tuple[Float[Tensor, "b h n d_v"], None]:
     """softmax(scale · q kᵀ + bias) v over the allowed pairs."""
     call = call.hide()
     rounds = isinstance(call.bias, ByDistance) and call.q.dtype.itemsize == 2  # which hold no large distance
@@ -185,13 +242,18 @@ def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
         empty = None
     if mask is not None and mask.dim() < 2:
         mask = mask.expand(1, call.m)  # SDPA reads the last two axes
-    o = _attend(call, mask, False)
+    o = _attend(call, mask, False, no_plan)
     return o if empty is None else o.masked_fill(empty, 0.0), None
 
 
-def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "b h n d_v"]:
-    """A mask is added, or bool with True = may attend. No row may be empty."""
+def _attend(
+    call: Call, mask: Tensor | None, is_causal: bool, no_plan: bool = False
+) -> Float[Tensor, "b h n d_v"]:
+    """A mask is added, or bool with True = may attend. No row may be empty. no_plan: of cuDNN, if nothing has to see
+    PyTorch's operation."""
     q, k, v = call.q, call.k, call.v
+    if no_plan and eager(q, k, v):
+        return _without_plan(q, k, v, mask, is_causal, call.factor)
     formula = call.dropout_p > 0 or (mask is not None and mask.requires_grad)  # PyTorch takes the formula
     fused = q.is_cpu and needs_grad(q, k, v) and not formula
     if not (fused and eager(q, k, v) and q.numel() and k.numel()):  # data may decide a size in an export
@@ -204,9 +266,8 @@ def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "
                 return _sdpa(q, k, v, mask, call.dropout_p, **options)
         o = _sdpa(q, k, v, mask, call.dropout_p, **options)
         return _differentiable(o) if q.is_cuda and not call.dropout_p and eager(q, k, v) else o
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -inf)
     if mask is not None:
+        mask = _added(mask, q)
         mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape).expand(-1, -1, call.n, call.m)
     return _Fused.apply(q, k, v, mask, is_causal, call.factor, isinstance(call.bias, Tensor))
 

@@ -161,3 +161,45 @@ def test_a_prepared_call_is_kept_for_others_if_it_can_take_other_keys():
     assert calls["second"] is without and shared not in PREPARED
     _keep(calls, ("third", shared), without)
     assert PREPARED.pop(shared) == without.with_other_keys and calls["third"] is without
+
+
+@needs_triton
+def test_layers_with_as_many_keys_share_the_numbers_of_a_step(monkeypatch):
+    from regard.engine.cuda import few_queries, host
+    from regard.engine.cuda.call import PLAIN, call_layout, task
+
+    class Program:
+        launches, direct, received = [(None, None, None)], [object()], []
+
+        def run(self, tensors, numbers):
+            self.received.append(numbers)
+
+    computed = []
+
+    def numbers_for(launch, call, k, v):
+        computed.append((k.shape[2], k.stride()))
+        return None if k.shape[2] == 285 else (k.shape[2], k.stride())
+
+    monkeypatch.setattr(few_queries, "forward", lambda call: Program())
+    monkeypatch.setattr(few_queries, "numbers_for", numbers_for)
+    monkeypatch.setattr(host, "hooks_set", lambda: False)
+    q, k, v = heads(283)
+    attend = host.PreparedAttention(task(q, v, Options(PATTERN, 280, 1, 1.0)), False)
+    assert attend.with_other_keys(q, k, v) is None  # nothing was prepared
+    attend.few_queries = call_layout(attend.task, (q, k, v), PLAIN)
+    for _ in range(3):
+        assert attend.with_other_keys(q, k, v).shape == (2, 4, 3, 16)
+    assert computed == [(283, k.stride())] and Program.received == 3 * [(283, k.stride())]
+    wide = heads(283, rows=600)[1:]
+    for keys in (heads(284)[1:], wide, (k, v), (k, wide[1])):  # other strides, of one of them too
+        attend.with_other_keys(q, *keys)
+    assert len(computed) == 5
+    assert (
+        attend.with_other_keys(q, *heads(285)[1:]) is None
+        and attend.with_other_keys(q, *heads(285)[1:]) is None
+    )
+    assert len(computed) == 6
+    flat = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert flat.stride() != q.stride() and attend.with_other_keys(flat, k, v) is None
+    Program.direct = []  # not compiled yet
+    assert attend.with_other_keys(q, k, v) is None

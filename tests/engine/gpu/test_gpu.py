@@ -209,6 +209,19 @@ def test_a_decoder_with_more_keys_at_each_step_prepares_few_calls(n, contiguous,
 
 
 @THEIRS
+def test_layers_whose_keys_have_other_strides_alternate():
+    """The layers of a decoder share what one of them computed for a number of keys, if their strides are equal."""
+    g = torch.Generator().manual_seed(2)
+    shapes = (2, 8, 1, 64), (2, 2, 4000, 64), (2, 2, 4000, 64)
+    q, k, v = (torch.randn(s, generator=g).to("cuda", torch.bfloat16) for s in shapes)
+    for m in (2000, 2001, 2002):
+        for contiguous in (True, True, False, False, True):
+            keys, values = (x[:, :, :m].contiguous() if contiguous else x[:, :, :m] for x in (k, v))
+            o = rg.attention(q, keys, values, causal())
+            assert close([o], [rg.attention(q, keys, values, causal(), backend="reference")]), (m, contiguous)
+
+
+@THEIRS
 def test_a_launch_that_is_reused_for_more_keys_can_be_captured():
     g = torch.Generator().manual_seed(0)
     shapes = (2, 8, 3, 64), (2, 2, 4000, 64), (2, 2, 4000, 64)

@@ -57,6 +57,7 @@ class Call(NamedTuple):
     masked_by: str
     broadcast: bool = False  # heads or batch rows of keys are broadcast, which no fused kernel does
     backend: str = "fused"  # or that of a call of this library; "flex" for FlexAttention
+    no_plan: bool = False  # the call takes a kernel that builds no plan for a new shape, which cuDNN's does
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -106,6 +107,8 @@ def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
     if device == "cpu":
         refused = call.mask is not None and (call.mask.requires_grad or call.mask.dim() not in (2, 4))
         return "math" if call.dropout_p or refused or call.widths[0] != call.widths[1] else "cpu"
+    if call.no_plan:
+        return "flash" if call.mask is None else "efficient"
     half, (d_k, d_v), grouped = call.q.dtype in HALF, call.widths, call.q.shape[-3] != call.k.shape[-3]
     square = call.q.shape[-2] == call.k.shape[-2]
     trained = call.mask is not None and call.mask.requires_grad
@@ -294,6 +297,7 @@ def sdpa(trace, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fals
     same = slice(1) if options.get("enable_gqa") else slice(-2)  # grouped heads are no broadcast
     broadcast = not query.shape[same] == key.shape[same] == value.shape[same]
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, *pairs, broadcast)
+    call = call._replace(no_plan=options.get("no_plan", False))
     return count_attention(trace, call)
 
 

@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from ... import compat
 from ...errors import BackendError
-from ..call import NO_SEED, Cache, Call, Extras
+from ..call import NO_SEED, Cache, Call, Extras, aligned_rows
 from ..reference_backend import gradients
 from . import few_queries, launches
 from .call import PLAIN, CallLayout, Task, call_layout, kinds_of_rows, on_device, padded
@@ -176,16 +175,6 @@ def _like_parameter(gradient: Tensor | None, parameter: Tensor | None) -> Tensor
     return torch.zeros_like(parameter) if gradient is None else gradient.to(parameter.dtype)
 
 
-def aligned_rows(x: Tensor, min_width: int = 1) -> Tensor:
-    """x, or a copy of it, with contiguous rows that begin and end at multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    if padding := max(-x.shape[-1] % unit, min_width - x.shape[-1]):
-        return F.pad(x, (0, padding))
-    a, b, c, last = x.stride()
-    aligned = min(a, b, c) >= 0 and not (a % unit or b % unit or c % unit or x.storage_offset() % unit)
-    return x if last == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
-
-
 def _min_value_width(q: Tensor) -> int:
     """The smallest width of the values for queries of this width.
 
@@ -224,6 +213,8 @@ class PreparedAttention:
         self.spare: Tensor | None = None
         self.stream = -1
         self.few_queries: CallLayout | None = None  # of the last call that was prepared, if it had few
+        # Sizes and strides of the last call of `with_other_keys`, its program and numbers: all layers have the same.
+        self.other_keys: tuple[Any, Any, Any] = (None, None, None)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Tensor:
         if not rows:
@@ -263,12 +254,15 @@ class PreparedAttention:
 
     def with_other_keys(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """o, where nothing but the number of keys differs from an earlier call; None: it has to be prepared."""
-        call = self.few_queries
+        call, key = self.few_queries, (k.shape[2], v.shape[2], q.stride(), k.stride(), v.stride())
         if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or not _on_current_device(q):
             return None
-        program = few_queries.forward(call)
-        numbers = few_queries.numbers_for(program.launches[0][0], call, k, v)
-        if numbers is None or q.stride() != call.tensors[0].stride or not program.direct or hooks_set():
+        known, program, numbers = self.other_keys
+        if known != key:
+            program, same_queries = few_queries.forward(call), q.stride() == call.tensors[0].stride
+            numbers = few_queries.numbers_for(program.launches[0][0], call, k, v) if same_queries else None
+            self.other_keys = key, program, numbers
+        if numbers is None or not program.direct or hooks_set():
             return None
         o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)

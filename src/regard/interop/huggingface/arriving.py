@@ -268,7 +268,7 @@ def refuse_unknown(module: nn.Module, kwargs: dict) -> None:
     for name, x in kwargs.items():
         if x is None or name in ("position_bias", "softcap"):
             continue
-        if any(word in name for word in CHANGES_WEIGHTS) and isinstance(x, Tensor | float):
+        if isinstance(x, Tensor | float) and any(word in name for word in CHANGES_WEIGHTS):
             raise SpecError(
                 f'{type(module).__name__} gives {name}=…, which "regard" does not know; '
                 f'use attn_implementation="eager" for this model'
