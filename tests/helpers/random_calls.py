@@ -103,6 +103,7 @@ def observed() -> Iterator[list[str]]:
     with ExitStack() as stack:
         for holder, name, variant in (
             (sdpa, "_sdpa", sdpa_variant),
+            (sdpa, "_without_plan", sdpa_variant),
             (sdpa, "fused_forward", sdpa_variant),
             (reference_backend, "attend", "reference, formula"),
             (flex, "attend", "flex, blocks of 128 × 128"),

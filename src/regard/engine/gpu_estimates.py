@@ -71,7 +71,7 @@ PROGRAMS, MIN_EXCESS = 528, 4
 # The CPU prepares a call of the Triton kernels when a length is new, which PyTorch's attention does not need: so many
 # seconds forward, and per block of 64 × 64 pairs. It is counted as if each length came so many times. A cache grows
 # with every query, so that of one query comes about as often as a model has layers.
-PREPARE, PREPARE_BLOCK, REUSED = 2.5e-3, 4e-8, 100
+PREPARE, PREPARE_BLOCK, REUSED = 5e-3, 4e-8, 100
 PREPARE_ONE_QUERY, LAYERS = 7e-5, 20
 # Seconds per byte of k and v where one query of a head reads them.
 READ_SDPA, READ_FLASH, READ_TRITON, READ_TRITON_FLOAT32 = 2.6e-13, 3.5e-13, 2.2e-13, 4.3e-13

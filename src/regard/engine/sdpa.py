@@ -167,7 +167,8 @@ def _without_plan(
     q, k, v = map(aligned_rows, (q, k, v))
     if mask is None:
         return kernel(q, k, v, 0.0, is_causal, False, scale=scale)[0]
-    k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
+    if q.shape[1] != k.shape[1]:
+        k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
     mask = _with_aligned_rows(_added(mask, q)).expand(*q.shape[:-1], k.shape[2])
     return kernel(q, k, v, mask, False, 0.0, is_causal, scale=scale)[0]
 
