@@ -40,10 +40,19 @@ def pytest_collection_modifyitems(config, items):
 def started(tests, nth, of, logs):
     paths = ROOT / "src", ROOT / "tests/helpers", ROOT / "bench", os.environ.get("PYTHONPATH", "")
     env = {**os.environ, PART: f"{nth}/{of}", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_tests", "-m", "not long", "--tb=short", tests]
+    # A test that hangs shows where: its name is the last one of the log, and its stack follows after two minutes.
+    command = [sys.executable, "-m", "pytest", "-v", "-o", "faulthandler_timeout=120", "-p", "gpu_tests"]
+    command += ["-m", "not long", "--tb=short", tests]
     path = logs / f"{Path(tests).stem}-{nth}.log"
     with path.open("w", encoding="utf-8") as log:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT), path
+
+
+def progress(log):
+    """How many tests of a process had passed, and which one it was in."""
+    tests = [line for line in log.read_text(encoding="utf-8").splitlines() if "::" in line]
+    passed = sum(" PASSED" in line for line in tests)
+    return f"    {passed} passed, then stopped in {tests[-1].strip() if tests else 'the collection'}"
 
 
 def main():
@@ -59,13 +68,13 @@ def main():
         running[name] = [started(tests, nth, of, Path(options.logs)) for nth in range(of)]
     lines, failures = [], []
     for name, processes in running.items():
-        counts, stopped = {}, 0
+        counts, stopped = {}, []
         for process, log in processes:
             try:
                 process.wait(max(1, options.limit - (perf_counter() - begun)))
             except subprocess.TimeoutExpired:
                 process.kill()
-                stopped += 1
+                stopped.append(progress(log))
             text = log.read_text(encoding="utf-8")
             for count, what in COUNTED.findall(text.strip().rsplit("\n", 1)[-1]):
                 counts[what] = counts.get(what, 0) + int(count)
@@ -75,9 +84,9 @@ def main():
             failures += [f"FAILED {name}: exit status {process.returncode}, see {log}"] if crashed else named
         counts.pop("deselected", None)
         summary = ", ".join(f"{count} {what}" for what, count in counts.items())
-        stop = f"; {stopped} of {len(processes)} processes were stopped" if stopped else ""
-        lines.append(f"{name:12} {summary}{stop}; after {perf_counter() - begun:.0f} s")
-        print(lines[-1], flush=True)
+        stop = f"; {len(stopped)} of {len(processes)} processes were stopped" if stopped else ""
+        lines += [f"{name:12} {summary}{stop}; after {perf_counter() - begun:.0f} s", *stopped]
+        print("\n".join(lines[-1 - len(stopped) :]), flush=True)
     print("\n".join(failures), flush=True)
     if options.out:
         Path(options.out).write_text("\n".join([*lines, *failures, ""]), encoding="utf-8")
