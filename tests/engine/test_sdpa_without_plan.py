@@ -3,6 +3,8 @@
 These kernels need a GPU (tests/engine/gpu/test_gpu_sdpa.py runs them); here PyTorch's formula stands in for them.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import regard as rg
 from regard import compat
 from regard.costs.trace.attention import Call, Gpu, kernel_of
-from regard.engine import sdpa
+from regard.engine import attention, sdpa
 from regard.engine.backends import PREPARED, choose
 from regard.engine.call import CallFacts
 from regard.engine.gpu_estimates import CUDNN_PLAN, LAYERS, REUSED, avoids_plan, sdpa_dense, sdpa_plan
@@ -241,20 +243,15 @@ def test_a_kernel_that_is_not_allowed_does_not_run(monkeypatch):
     assert kernels.calls == ["flash", "efficient"]
 
 
-class OnGpu:
-    """Facts of calls as if their tensors were on a GPU."""
-
-    def __init__(self, monkeypatch):
-        from regard.engine import attention
-
-        original = attention.facts_of
-        on_gpu = lambda call: original(call).__class__(**{**vars(original(call)), "device": "cuda:0"})  # noqa: E731
-        monkeypatch.setattr(attention, "facts_of", on_gpu)
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Calls are chosen as if their tensors were on a GPU."""
+    original = attention.facts_of
+    monkeypatch.setattr(attention, "facts_of", lambda call: replace(original(call), device="cuda:0"))
 
 
 @pytest.mark.parametrize("term", ["none", "bias", "table", "lengths"])
-def test_attention_runs_these_kernels(monkeypatch, term):
-    OnGpu(monkeypatch)
+def test_attention_runs_these_kernels(monkeypatch, on_gpu, term):
     q, k, v = qkv(7, 7)
     options = {
         "none": {"pattern": rg.causal()},
@@ -273,8 +270,7 @@ def test_attention_runs_these_kernels(monkeypatch, term):
     PREPARED.clear()
 
 
-def test_a_call_that_something_observes_is_pytorchs_own(monkeypatch):
-    OnGpu(monkeypatch)
+def test_a_call_that_something_observes_is_pytorchs_own(monkeypatch, on_gpu):
     q, k, v = qkv(7, 7)
     seen = []
 
@@ -315,15 +311,15 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("term", ["dense", "a table", "training"])
 def test_the_price_of_a_model_is_that_of_these_kernels(monkeypatch, term):
-    from regard.costs.trace import attention
+    from regard.costs.trace import attention as traced
 
-    chosen, original = [], attention.kernel_of
+    chosen, original = [], traced.kernel_of
 
     def kernel(call, device, gpu):
         chosen.append((original(call, device, gpu), call.k.shape[1]))
         return chosen[-1][0]
 
-    monkeypatch.setattr(attention, "kernel_of", kernel)
+    monkeypatch.setattr(traced, "kernel_of", kernel)
     table = torch.ones(7, 7, dtype=torch.bool).tril()
     model = Model(pattern=table if term == "a table" else rg.causal()).to(torch.bfloat16)
     x = torch.zeros(2, 7, 64, dtype=torch.bfloat16)

@@ -65,10 +65,9 @@ class HopperSchedule:
     chained: bool = False  # … and wait for one another
     rows: int = 0  # of documents: how many batch rows have tiles of their own, 1 if all have the same
     row: Any = None  # … and the row of each tile
-    heads: int = (
-        1  # these have the same blocks, which are given once; sizes are of the tiles of one after the other
-    )
-    distance: int = 0  # … positions from one head to the next
+    # So many heads have the same blocks, which are given once; sizes are of the tiles of one after the other.
+    heads: int = 1
+    distance: int = 0  # positions from one head to the next
 
 
 class Sides(NamedTuple):
