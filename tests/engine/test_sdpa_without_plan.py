@@ -68,6 +68,8 @@ def test_a_mask_avoids_a_plan_until_that_takes_longer():
         {"device": "mps:0"},
         {"d_k": 60, "d_v": 60},
         {"d_k": 512, "d_v": 512},
+        {"batch": 1 << 16},
+        {"heads": 1 << 16},
     ],
     ids=str,
 )
@@ -80,28 +82,33 @@ def test_what_cudnn_does_not_run_or_training_repeats_has_no_plan(more, bias):
 def test_gpus_on_which_pytorch_prefers_other_kernels_have_no_plan(monkeypatch):
     call = facts(rg.full(), 100)
     assert avoids_plan(call)
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert not avoids_plan(call)
-    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED")
-    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    assert not avoids_plan(call)
-    monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, prefers in (
         ((9, 0), True),
-        ((10, 0), True),
+        ((10, 3), True),
         ((8, 0), False),
         ((8, 9), False),
         ((12, 0), False),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert avoids_plan(call) is prefers
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not avoids_plan(call)
+
+
+def test_a_choice_inside_sdpa_kernel_holds_afterwards():
+    with sdpa_kernel(SDPBackend.MATH):
+        inside = choose(facts(rg.full(), 100), "sdpa")
+    assert "FlashAttention-2" in inside.reason and choose(facts(rg.full(), 100), "sdpa") is inside
 
 
 def test_the_reason_names_the_kernel():
     assert "FlashAttention-2" in choose(facts(rg.full(), 100), "sdpa").reason
     assert "FlashAttention-2" not in choose(facts(rg.full(), 100, grad=True), "sdpa").reason
     assert "FlashAttention-2" not in choose(facts(rg.causal(), 16384), "sdpa").reason
+    masked = choose(facts(rg.full(), 100, bias="tensor"), "sdpa").reason
+    assert masked.endswith("the memory-efficient kernel, as cuDNN would build a plan for each new shape")
 
 
 class Kernels:
@@ -110,7 +117,7 @@ class Kernels:
     def __init__(self, monkeypatch):
         self.calls = []
         names = {sdpa.FLASH: self.flash, sdpa.EFFICIENT: self.efficient}
-        monkeypatch.setattr(sdpa, "_kernel", lambda *name: names[name])
+        monkeypatch.setattr(sdpa, "_kernel", names.get)
         monkeypatch.setattr(sdpa, "_sdpa", None)  # whoever calls it fails
 
     def flash(self, q, k, v, dropout_p, is_causal, return_debug_mask, *, scale):
@@ -205,6 +212,13 @@ def test_a_masked_call_gives_the_kernel_a_mask_that_it_can_read(monkeypatch, m):
     assert sdpa._with_aligned_rows(wide) is wide
 
 
+def test_a_mask_at_the_end_of_its_memory_is_copied():
+    mask = torch.zeros(21, dtype=torch.float16).as_strided((1, 1, 2, 5), (0, 0, 16, 1))
+    assert sdpa._with_aligned_rows(mask) is not mask
+    mask = torch.zeros(32, dtype=torch.float16).as_strided((1, 1, 2, 5), (0, 0, 16, 1))
+    assert sdpa._with_aligned_rows(mask) is mask
+
+
 def test_a_prepared_call_takes_the_kernel_for_its_size(monkeypatch):
     kernels, (q, k, v) = Kernels(monkeypatch), qkv(7, 7)
     mask = torch.full((7, 7), -torch.inf, dtype=q.dtype).triu(1)
@@ -219,15 +233,23 @@ def test_a_prepared_call_takes_the_kernel_for_its_size(monkeypatch):
     assert long == (mask, 0.0, False) and len(kernels.calls) == 2
 
 
-def test_a_pytorch_with_other_kernels_runs_its_own_choice(monkeypatch):
-    assert sdpa._kernel(*sdpa.FLASH) is not None and sdpa._kernel(*sdpa.EFFICIENT) is not None
-    monkeypatch.setattr(compat, "flash_schema", lambda name: f"aten::{name}(Tensor q)")
+@pytest.mark.parametrize("lacking", ["other arguments", "not built"])
+def test_a_pytorch_with_other_kernels_runs_its_own_choice(monkeypatch, lacking):
+    flags = torch.backends.cuda
+    monkeypatch.setattr(flags, "is_flash_attention_available", lambda: lacking != "not built")
+    if lacking == "other arguments":
+        monkeypatch.setattr(compat, "flash_schema", lambda name: f"aten::{name}(Tensor q)")
     sdpa._kernel.cache_clear()
     try:
         q, k, v = qkv(7, 7)
         o = sdpa._without_plan(q, k, v, None, True, 0.25)
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
-        assert sdpa._kernel(*sdpa.FLASH) is None and torch.equal(o, expected)
+        assert sdpa._kernel(sdpa.FLASH) is None and torch.equal(o, expected)
+        assert (sdpa._kernel(sdpa.EFFICIENT) is None) is (lacking == "other arguments")
+        monkeypatch.undo()
+        monkeypatch.setattr(flags, "is_flash_attention_available", lambda: True)
+        sdpa._kernel.cache_clear()
+        assert sdpa._kernel(sdpa.FLASH) is not None and sdpa._kernel(sdpa.EFFICIENT) is not None
     finally:
         sdpa._kernel.cache_clear()
 
@@ -316,14 +338,33 @@ def test_the_price_of_a_model_is_that_of_these_kernels(monkeypatch, term):
     chosen, original = [], traced.kernel_of
 
     def kernel(call, device, gpu):
-        chosen.append((original(call, device, gpu), call.k.shape[1]))
-        return chosen[-1][0]
+        name = original(call, device, gpu)
+        chosen.append((name, call.k.shape[1], call.computed // call.q.shape[:2].numel()))
+        return name
 
     monkeypatch.setattr(traced, "kernel_of", kernel)
     table = torch.ones(7, 7, dtype=torch.bool).tril()
     model = Model(pattern=table if term == "a table" else rg.causal()).to(torch.bfloat16)
     x = torch.zeros(2, 7, 64, dtype=torch.bfloat16)
     rg.cost(model, x, device="cuda", train=term == "training").memory  # noqa: B018 (it is computed when read)
-    expected = {"dense": ("flash", 2), "a table": ("efficient", 4), "training": ("cudnn", 2)}[term]
+    expected = {"dense": ("flash", 2, 28), "a table": ("efficient", 4, 49), "training": ("cudnn", 2, 28)}[
+        term
+    ]
     assert expected in chosen
-    assert ("cudnn", 2) not in chosen or term == "training"
+    assert ("cudnn", 2, 28) not in chosen or term == "training"
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("term", ["dense", "a table"])
+def test_a_compiled_graph_leaves_the_choice_to_pytorch(monkeypatch, on_gpu, term):
+    q, k, v = qkv(7, 7)
+    pattern = torch.ones(7, 7, dtype=torch.bool).tril() if term == "a table" else rg.causal()
+    exact = rg.attention(*(x.double() for x in (q, k, v)), pattern, backend="reference")
+    for name in ("_kernel", "avoids_plan"):  # whose conditions on sizes would guard the graph
+        monkeypatch.setattr(sdpa, name, None)  # whoever calls it fails
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *x: rg.attention(*x, pattern, backend="sdpa"), backend="eager", fullgraph=True
+    )
+    with torch.no_grad():
+        assert (compiled(q, k, v).double() - exact).abs().max() < 4e-3

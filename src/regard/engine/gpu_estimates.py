@@ -14,7 +14,6 @@ cuDNN's gains more than its plan costs. (Training repeats its shapes.)
 """
 
 from math import ceil, inf
-from os import environ
 from typing import NamedTuple
 
 import torch
@@ -101,19 +100,24 @@ def avoids_plan(f: CallFacts) -> bool:
 
 def _cudnn_plan(f: CallFacts) -> float:
     """Seconds, as a share of one call; 0 where cuDNN does not run it, or where shapes are repeated in training."""
-    fits = f.d_k % 8 == f.d_v % 8 == 0 and max(f.d_k, f.d_v) <= 256 and f.dtype.itemsize == 2
-    if f.device_type != "cuda" or not fits or not f.pairs or f.dropout_p or f.grad or f.bias_grad:
+    if f.device_type != "cuda" or f.dtype.itemsize != 2 or f.dropout_p or f.grad or f.bias_grad:
         return 0.0
-    if not _prefers_cudnn(f.device):
+    fits = f.d_k % 8 == f.d_v % 8 == 0 and max(f.d_k, f.d_v) <= 256 and max(f.batch, f.heads) < 1 << 16
+    if not fits or not f.pairs or not _prefers_cudnn(f.device):
         return 0.0
     return CUDNN_PLAN / (LAYERS if f.n == 1 else REUSED)
 
 
 def _prefers_cudnn(device: str) -> bool:
-    """Without a GPU here, a call is explained as on an H200."""
-    if not torch.backends.cuda.cudnn_sdp_enabled() or environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    """Without a GPU here, a call is explained as on an H200. (Where cuDNN is switched off, PyTorch itself takes the
+    kernels without a plan.)"""
+    if not torch.cuda.is_available():
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) in (
+        (9, 0),
+        (10, 0),
+        (10, 3),
+    )
 
 
 def _sdpa_seconds(f: CallFacts) -> float:

@@ -47,14 +47,18 @@ REPEATED = 1.3  # forward and backward, where the backward pass computes each ch
 MAX_ROUNDING = 1e-4
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
 
+# Kernels of PyTorch on CUDA that build no plan for a new shape: name, operator, and its arguments after q, k and v.
 FLASH = (
+    "FlashAttention-2",
     "_scaled_dot_product_flash_attention",
     "float dropout_p=0., bool is_causal=False, bool return_debug_mask=False",
 )
 EFFICIENT = (
+    "the memory-efficient kernel",
     "_scaled_dot_product_efficient_attention",
     "Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., bool is_causal=False",
 )
+NO_PLAN = "{}, as cuDNN would build a plan for each new shape"
 
 _sdpa = compat.sdpa
 Grads = tuple[Tensor | None, ...]
@@ -85,21 +89,23 @@ class Sdpa:
         return f.pairs * pair * (REPEATED if repeated else 1.0) + sdpa_plan(f) + call
 
     def prepare(self, f: CallFacts) -> Prepared:
-        no_plan = avoids_plan(f)
+        no_plan = not compat.sizes_are_symbols() and avoids_plan(f)  # a graph leaves the choice to PyTorch
         if f.unmasked:
             square = f.n == f.m and isinstance(f.pattern, causal)  # there the future is skipped
             count = (lambda: f.pattern.count(f.n)) if square else (lambda: f.n * f.m)
             is_causal = True if isinstance(f.pattern, causal) and f.n > 1 else False  # noqa: SIM210 — no symbol
             build = (lambda: _direct_function(f, None, is_causal)) if _is_direct(f) else None
             run = lambda call: (_attend(call, None, is_causal, no_plan), None)  # noqa: E731
-            note = "FlashAttention-2, as cuDNN would build a plan for each new shape" if no_plan else ""
-            return Prepared(self.name, "dense", count, run, build, note)
+            return Prepared(
+                self.name, "dense", count, run, build, NO_PLAN.format(FLASH[0]) if no_plan else ""
+            )
         direct = _is_direct(f) and not isinstance(f.pattern, full)  # else the sizes may be symbols
         cached = direct and f.n * f.m <= MAX_CACHED_MASK[f.device_type]
         build = (lambda: _direct_masked_function(f)) if cached else None
         attend = lambda call: _masked(call, no_plan)  # noqa: E731
         chunked = lambda call: by_queries(call, attend, reference_backend.formula, _holds_scores(f))  # noqa: E731
-        return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, chunked, build)
+        note = NO_PLAN.format(EFFICIENT[0]) if no_plan else ""
+        return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, chunked, build, note)
 
 
 def _on_two_cores(f: CallFacts) -> float:
@@ -159,7 +165,7 @@ def _without_plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
     """In 16 bits without gradients, not by cuDNN: by FlashAttention-2, or the memory-efficient kernel for a mask."""
-    kernel = _kernel(*(FLASH if mask is None else EFFICIENT))
+    kernel = _kernel(FLASH if mask is None else EFFICIENT)
     flags = torch.backends.cuda
     allowed = flags.flash_sdp_enabled() if mask is None else flags.mem_efficient_sdp_enabled()
     if kernel is None or not allowed:  # as by torch.nn.attention.sdpa_kernel
@@ -174,11 +180,13 @@ def _without_plan(
 
 
 @cache
-def _kernel(name: str, arguments: str) -> Any:
-    """A kernel of PyTorch on CUDA; None where it is missing or takes other arguments."""
+def _kernel(kernel: tuple[str, str, str]) -> Any:
+    """The operator; None where it is missing, takes other arguments or is not part of this PyTorch."""
+    _, name, arguments = kernel
     schema = f"aten::{name}(Tensor query, Tensor key, Tensor value, {arguments}, *, float? scale=None)"
     known = compat.flash_schema(name).startswith(schema)
-    return compat.aten_operator(name).default if known else None
+    built = kernel is not FLASH or torch.backends.cuda.is_flash_attention_available()
+    return compat.aten_operator(name).default if known and built else None
 
 
 def _added(mask: Tensor, q: Tensor) -> Tensor:
@@ -191,10 +199,12 @@ def _added(mask: Tensor, q: Tensor) -> Tensor:
 def _with_aligned_rows(mask: Tensor) -> Tensor:
     """The mask, or a copy whose rows begin at multiples of 32 bytes and can be read up to the next one."""
     m, (*strides, last) = mask.shape[-1], mask.stride()
-    readable = m % 16 == 0 or mask.stride(-2) >= m + -m % 16
+    width = m + -m % 16
+    end = mask.storage_offset() + sum(s * (size - 1) for s, size in zip(strides, mask.shape)) + width
+    readable = end * mask.itemsize <= mask.untyped_storage().nbytes()
     if readable and last == 1 and not mask.data_ptr() & 31 and not any(s % 16 for s in strides):
         return mask
-    return F.pad(mask, (0, -m % 16)).contiguous()[..., :m]
+    return F.pad(mask, (0, width - m)).contiguous()[..., :m]
 
 
 def _repeats(device_type: str, dtype: torch.dtype, trains_with_mask: bool) -> bool:

@@ -199,6 +199,9 @@ def test_layers_with_as_many_keys_share_the_numbers_of_a_step(monkeypatch):
         and attend.with_other_keys(q, *heads(285)[1:]) is None
     )
     assert len(computed) == 6
+    attend.few_queries = call_layout(attend.task, (q, *heads(285)[1:]), PLAIN)  # prepared meanwhile
+    attend.with_other_keys(q, *heads(285)[1:])
+    assert len(computed) == 7
     flat = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert flat.stride() != q.stride() and attend.with_other_keys(flat, k, v) is None
     Program.direct = []  # not compiled yet

@@ -53,7 +53,7 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
         for module, name in ((sdpa, "eager"), (fused_qkv, "eager"), (entry, "require_device")):
             put(module, name, lambda *_: True)
         put(sdpa, "_sdpa", fused)
-        put(sdpa, "_without_plan", lambda q, k, v, mask, *_: _without_plan(fused, q, k, v, mask))
+        put(sdpa, "_without_plan", partial(_without_plan, fused))
         put(sdpa, "readable", trace.readable)
         put(position, "readable", lambda x: x.is_cpu)
         for module, name in ((engine_call, "_dense"), (cached_rotation, "_cached_rotations")):
@@ -78,11 +78,13 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
         yield
 
 
-def _without_plan(fused: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _without_plan(
+    fused: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
     """In place of the kernels that build no plan; the one with a mask takes no grouped heads."""
     if mask is not None:
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-    return fused(q, k, v, mask, enable_gqa=True, no_plan=True)
+    return fused(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True, no_plan=True)
 
 
 def _facts(trace: Any, call: Call) -> CallFacts:

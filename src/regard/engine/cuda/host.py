@@ -213,8 +213,9 @@ class PreparedAttention:
         self.spare: Tensor | None = None
         self.stream = -1
         self.few_queries: CallLayout | None = None  # of the last call that was prepared, if it had few
-        # Sizes and strides of the last call of `with_other_keys`, its program and numbers: all layers have the same.
-        self.other_keys: tuple[Any, Any, Any] = (None, None, None)
+        # Of the last call of `with_other_keys`: the call that it reuses, its sizes and strides, program and numbers.
+        # All layers of a decoder have the same.
+        self.other_keys: tuple[Any, Any, Any, Any] = (None, None, None, None)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Tensor:
         if not rows:
@@ -257,11 +258,11 @@ class PreparedAttention:
         call, key = self.few_queries, (k.shape[2], v.shape[2], q.stride(), k.stride(), v.stride())
         if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or not _on_current_device(q):
             return None
-        known, program, numbers = self.other_keys
-        if known != key:
+        of, known, program, numbers = self.other_keys
+        if of is not call or known != key:
             program, same_queries = few_queries.forward(call), q.stride() == call.tensors[0].stride
             numbers = few_queries.numbers_for(program.launches[0][0], call, k, v) if same_queries else None
-            self.other_keys = key, program, numbers
+            self.other_keys = call, key, program, numbers
         if numbers is None or not program.direct or hooks_set():
             return None
         o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
