@@ -45,7 +45,7 @@ ORDER = [
     {"cli"},
     {"web"},  # the command line imports its command by name
 ]
-MAX_ENGINE_FILES, MAX_ENGINE_LINES = 45, 11_749  # lines to shrink to 8,800 (issue 20)
+MAX_ENGINE_FILES, MAX_ENGINE_LINES = 45, 11_746  # lines to shrink to 8,800 (issue 20)
 MAX_FUNCTIONS_WITH_MANY_ARGUMENTS = 20
 SIGNATURES = {"attention": 14}  # the one function whose arguments are the subject: DESIGN.md, "The signature"
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}

@@ -67,7 +67,7 @@ TRITON_FLOAT32: Times = {
 TWO_WIDTHS, OTHER_GPU = 2.0, 8.0
 # So many programs run at a time; a tile that is longer than a program's share, and by so many blocks, is divided.
 PROGRAMS, MIN_EXCESS = 528, 4
-# The CPU prepares a call of the Triton kernels when a length is new, which PyTorch's attention does not need: so many
+# The CPU prepares a call of the Triton kernels when a length is new, as it plans one of cuDNN when a shape is: so many
 # seconds forward, and per block of 64 × 64 pairs. It is counted as if each length came so many times. A cache grows
 # with every query, so that of one query comes about as often as a model has layers.
 PREPARE, PREPARE_BLOCK, REUSED = 5e-3, 4e-8, 100
@@ -77,6 +77,7 @@ READ_SDPA, READ_FLASH, READ_TRITON, READ_TRITON_FLOAT32 = 2.6e-13, 3.5e-13, 2.2e
 # A plan of cuDNN. So much longer than by cuDNN a masked pair takes by PyTorch's memory-efficient kernel, of one query
 # and of more (bench/gpu_sdpa_kernels.py).
 CUDNN_PLAN, EFFICIENT_QUERY_PAIR, EFFICIENT_PAIR = 4e-2, 3.6e-10, 3e-12
+PREFER_CUDNN = (9, 0), (10, 0), (10, 3)  # capabilities
 
 
 def sdpa_dense(f: CallFacts) -> float:
@@ -113,11 +114,7 @@ def _prefers_cudnn(device: str) -> bool:
     kernels without a plan.)"""
     if not torch.cuda.is_available():
         return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) in (
-        (9, 0),
-        (10, 0),
-        (10, 3),
-    )
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) in PREFER_CUDNN
 
 
 def _sdpa_seconds(f: CallFacts) -> float:
