@@ -67,7 +67,7 @@ TRITON_FLOAT32: Times = {
 TWO_WIDTHS, OTHER_GPU = 2.0, 8.0
 # So many programs run at a time; a tile that is longer than a program's share, and by so many blocks, is divided.
 PROGRAMS, MIN_EXCESS = 528, 4
-# The CPU prepares a call of the Triton kernels when a length is new, as it plans one of cuDNN when a shape is: so many
+# The CPU prepares a call of the Triton kernels when a length is new (and plans one of cuDNN when a shape is): so many
 # seconds forward, and per block of 64 × 64 pairs. It is counted as if each length came so many times. A cache grows
 # with every query, so that of one query comes about as often as a model has layers.
 PREPARE, PREPARE_BLOCK, REUSED = 5e-3, 4e-8, 100
