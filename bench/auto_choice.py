@@ -8,11 +8,10 @@
 Each case is one call: whole sequences, short ones, one query or a chunk over a cache, cross attention; dense and
 sparse patterns, packed documents, grids; grouped heads, two widths, padded batches, softcap, sinks, a bias; with and
 without the backward pass. Every backend that takes it runs by name: results and gradients are compared with those of
-auto, and the times too, beside PyTorch's function as users call it (`pytorch`) where the call is dense, in rounds
-of random order (wall time per call, the GPU awaited only at the end of a round, so
-that the slower of CPU and GPU counts). `regret` is auto's time / the least. On CUDA kernels are compiled by twelve
-processes first; FlexAttention, which compiles for ten seconds, takes part in every Nth case (--flex), and where auto
-chooses it.
+auto, and the times too, beside PyTorch's function as users call it (`pytorch`) where the call is dense, in rounds of
+random order (wall time per call, the GPU awaited only at the end of a round, so that the slower of CPU and GPU
+counts). `regret` is auto's time / the least. On CUDA kernels are compiled by twelve processes first; FlexAttention,
+which compiles for ten seconds, takes part in every Nth case (--flex), and where auto chooses it.
 """
 
 import argparse
