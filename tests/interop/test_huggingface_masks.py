@@ -1,5 +1,7 @@
 """Masks of transformers become patterns, exactly; what is not recognized becomes a table and says so."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import masking_utils as theirs
@@ -89,6 +91,49 @@ def test_a_table_over_a_sliding_cache_keeps_the_positions_of_the_users_pattern()
     i, j = torch.arange(n)[:, None] + q_offset, torch.arange(m) + kv_offset
     user = rg.window(1) | rg.every(4)
     assert torch.equal(allowed(lazy.mask, user), table & user.allows(i, j))
+
+
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "sliding", "sliding on both sides"])
+def test_a_mask_that_reads_no_tensor_is_understood_without_the_device(name, monkeypatch):
+    """A decoder has another size at each step: comparing on a GPU would wait for all that it still computes."""
+    monkeypatch.setattr(masks, "_agreed", set())
+    given = (BATCH, 1, N, N - 1, 0, FUNCTIONS[name][0], None)
+    lazy = masks.mask(*given, device=torch.device("meta"))  # whose numbers cannot be read
+    assert repr(lazy.mask.pattern) == FUNCTIONS[name][1] and lazy.mask.dense is None
+    read = masks._mask_of
+    monkeypatch.setattr(masks, "_mask_of", lambda *given: replace(read(*given), pattern=rg.window(1)))
+    wrong = masks.mask(*given, device=torch.device("meta"))
+    assert wrong.mask.dense.is_meta and "differs from it on sampled rows" in wrong.mask.note
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_read_tensors_are_known(name):
+    without = {"causal", "bidirectional", *(x for x in FUNCTIONS if x.startswith("sliding"))}
+    assert masks._reads_no_tensor(FUNCTIONS[name][0]) == (name in without)
+    padded = both(FUNCTIONS[name][0], theirs.padding_mask_function(LEFT))
+    assert not masks._reads_no_tensor(padded) and not masks._reads_no_tensor(object())
+
+
+def test_layers_share_the_calls_of_a_mask_and_their_own_pattern():
+    lazy, table = made(theirs.causal_mask_function)
+    cpu, patterns = torch.device("cpu"), (None, rg.window(3), rg.every(4))
+    for user in patterns:
+        [problem] = problems_of(lazy.mask, user, cpu)
+        expected = table[0, 0] if user is None else table[0, 0] & user.allowed(N)
+        assert torch.equal(problem.pattern.allowed(N), expected) and problem.at is None
+        assert problems_of(lazy.mask, user, cpu)[0] is problem
+    assert problems_of(lazy.mask, None, torch.device("meta"))[0] is not problems_of(lazy.mask, None, cpu)[0]
+
+
+@pytest.mark.parametrize("n, m, q_offset", [(1, 23, 22), (4, 23, 19), (4, 23, 11), (6, 23, 0)])
+def test_a_problem_names_the_offset_where_it_is_not_the_default(n, m, q_offset):
+    lazy, table = made(theirs.sliding_window_causal_mask_function(4), n, m, q_offset)
+    [problem] = problems_of(lazy.mask, rg.window(2), torch.device("cpu"))
+    first, last = problem.keys or (0, m)
+    assert (problem.at is None) == (q_offset == m - n) or n == 1
+    if problem.index is None and not isinstance(problem.pattern, torch.Tensor):
+        there = problem.pattern.allowed(n, last - first, problem.at)
+        assert torch.equal(there, (table[0, 0] & (rg.window(2).allowed(n, m, q_offset)))[:, first:last])
 
 
 def test_a_pattern_that_was_read_wrongly_is_noticed_on_sampled_rows(monkeypatch):

@@ -173,6 +173,7 @@ def test_layers_with_as_many_keys_share_the_numbers_of_a_step(monkeypatch):
 
         def run(self, tensors, numbers):
             self.received.append(numbers)
+            type(self).lse = tensors[4]
 
     computed = []
 
@@ -190,6 +191,14 @@ def test_layers_with_as_many_keys_share_the_numbers_of_a_step(monkeypatch):
     for _ in range(3):
         assert attend.with_other_keys(q, k, v).shape == (2, 4, 3, 16)
     assert computed == [(283, k.stride())] and Program.received == 3 * [(283, k.stride())]
+    attend.spare, attend.stream = torch.empty(2, 4, 3), 0
+    attend.with_other_keys(q, k, v)
+    assert Program.lse is attend.spare  # which nothing reads
+    attend.stream = 1
+    attend.with_other_keys(q, k, v)
+    assert (
+        Program.lse.shape == (2, 4, 3) and Program.lse is not attend.spare
+    )  # another stream may write to it
     wide = heads(283, rows=600)[1:]
     for keys in (heads(284)[1:], wide, (k, v), (k, wide[1])):  # other strides, of one of them too
         attend.with_other_keys(q, *keys)

@@ -213,8 +213,7 @@ class PreparedAttention:
         self.spare: Tensor | None = None
         self.stream = -1
         self.few_queries: CallLayout | None = None  # of the last call that was prepared, if it had few
-        # Of the last call of `with_other_keys`: the call that it reuses, its sizes and strides, program and numbers.
-        # All layers of a decoder have the same.
+        # What layers of a decoder share: the call that `with_other_keys` reuses, its key, program and numbers.
         self.other_keys: tuple[Any, Any, Any, Any] = (None, None, None, None)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Tensor:
@@ -236,11 +235,7 @@ class PreparedAttention:
         run, token = self.lookup(key, _UNKNOWN)
         aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         if run is not None and aligned and _on_current_device(q):
-            spare = self.spare
-            if spare is not None and (self.stream != _stream(q) or _in_graph(q)):
-                spare = None
-            o, lse = run(q, k, v, extras, spare)
-            return o, lse, token
+            return *run(q, k, v, extras, self._spare(q)), token
         token = None
         if _readable(q, k, v):
             call = call_layout(self.task, (q, k, v), extras)
@@ -265,10 +260,15 @@ class PreparedAttention:
             self.other_keys = call, key, program, numbers
         if numbers is None or not program.direct or hooks_set():
             return None
-        o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        o = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = self._spare(q)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32) if lse is None else lse
         program.run((q, k, v, o, lse), numbers=numbers)
         return o
+
+    def _spare(self, q: Tensor) -> Tensor | None:
+        """The lse that may be overwritten."""
+        return self.spare if self.stream == _stream(q) and not _in_graph(q) else None
 
     def backward(
         self, token: Any, saved: Any, grads: Any, extras: Extras = PLAIN, bias_gradient: bool = False

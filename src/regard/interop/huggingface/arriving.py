@@ -171,22 +171,20 @@ def _ids_from_positions(given: Any, mask: Mask) -> Tensor | None:
 
 def fitting(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One dtype and one batch."""
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.dim() != 4:
-            raise ShapeError(
-                f"{type(module).__name__}: {name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is "
-                f"needed"
-            )
-    if not (q.dtype == k.dtype == v.dtype):
+    if not q.dim() == k.dim() == v.dim() == 4:
+        name, x = next((name, x) for name, x in (("query", q), ("key", k), ("value", v)) if x.dim() != 4)
+        raise ShapeError(
+            f"{type(module).__name__}: {name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is needed"
+        )
+    if not q.dtype == k.dtype == v.dtype:
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    batch = max(q.shape[0], k.shape[0], v.shape[0])
-    if not (q.shape[0] == k.shape[0] == v.shape[0]):
+    (b, heads, _, _), (b_k, kv_heads, _, _) = q.shape, k.shape
+    if not b == b_k == v.shape[0]:
+        batch = max(b, b_k, v.shape[0])
         q, k, v = (x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (q, k, v))
-    if q.shape[1] % k.shape[1]:
-        raise ShapeError(
-            f"{type(module).__name__}: {k.shape[1]} key heads do not divide {q.shape[1]} query heads"
-        )
+    if heads % kv_heads:
+        raise ShapeError(f"{type(module).__name__}: {kv_heads} key heads do not divide {heads} query heads")
     return q, k, v
 
 
@@ -266,10 +264,14 @@ def only_selected(mask: Mask, indices: Tensor, device: torch.device) -> Mask:
 
 def refuse_unknown(module: nn.Module, kwargs: dict) -> None:
     for name, x in kwargs.items():
-        if x is None or name in ("position_bias", "softcap"):
-            continue
-        if isinstance(x, Tensor | float) and any(word in name for word in CHANGES_WEIGHTS):
+        if isinstance(x, (Tensor, float)) and _changes_weights(name):
             raise SpecError(
                 f'{type(module).__name__} gives {name}=…, which "regard" does not know; '
                 f'use attn_implementation="eager" for this model'
             )
+
+
+def _changes_weights(name: str) -> bool:
+    if name in ("position_bias", "softcap"):  # which are computed
+        return False
+    return any(word in name for word in CHANGES_WEIGHTS)

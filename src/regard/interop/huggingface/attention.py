@@ -1,9 +1,9 @@
 """ "regard" as an attention implementation of transformers: what the registry calls for every layer."""
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,7 @@ TABLE_PAIRS = 1 << 20  # from here on, padding and documents run without a table
 ROWS_OF_SCORES = 1 << 24  # scores of a dense computation held at a time
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
+class Request(NamedTuple):
     """The arguments of one attention layer: softmax over the keys that the mask and the user's pattern allow."""
 
     q: Tensor
@@ -189,7 +188,7 @@ def _per_head(r: Request) -> tuple[Tensor, Tensor | None]:
     def run(pattern, q, k, v, heads, place=0):
         bias = r.bias if r.bias is None or r.bias.shape[1] == 1 else r.bias[:, heads]
         sinks = None if r.sinks is None else r.sinks.reshape(-1)[heads]
-        part = replace(r, q=q, k=k, v=v, user=pattern, bias=bias, sinks=sinks, need_weights=place == 1)
+        part = r._replace(q=q, k=k, v=v, user=pattern, bias=bias, sinks=sinks, need_weights=place == 1)
         return _run(part)[place]
 
     o = by_head(r.user, r.q, r.k, r.v, run)

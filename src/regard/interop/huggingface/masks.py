@@ -6,7 +6,6 @@ the result against the function itself on sampled rows, and returns a tensor tha
 model code computes with it. What is not recognized becomes the table that PyTorch's attention would get.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -79,7 +78,7 @@ def read(function: Callable, frame: Frame) -> Read | None:
     code = getattr(function, "__code__", None)
     if code is None:
         return None
-    given = inspect.getclosurevars(function).nonlocals
+    given = _closure(function)
     if code is _AND:
         return _read_both([read(f, frame) for f in given["mask_functions"]])
     if code is _OR:
@@ -279,12 +278,15 @@ _agreed: set[tuple] = set()
 def _agrees(made: Mask, function: Callable, frame: Frame, use_vmap: bool, device: torch.device) -> bool:
     """Whether the mask allows what the function allows, on the first, the last and other sampled query rows.
 
-    What depends on no tensor is compared once for each size.
+    What depends on no tensor is compared once for each size, on the CPU: a decoder, which has another size at each
+    step, would wait for the GPU.
     """
     static = made.keys is None and not made.pattern.has_data and made.pattern.text is not None
     key = (made.pattern.text, frame, _structure(function)) if static else None
     if key is not None and key in _agreed:
         return True
+    if static and _reads_no_tensor(function):
+        device = torch.device("cpu")
     rows = sampled_rows(frame.n).to(device)
     j = torch.arange(frame.m, device=device)
     i = rows + frame.at
@@ -313,9 +315,8 @@ def _structure(function: Callable) -> tuple:
     """The code and the numbers of a tree of mask functions: equal for functions that mean the same."""
     if not hasattr(function, "__code__"):
         return (id(function),)
-    given = inspect.getclosurevars(function).nonlocals
     parts: list[Any] = [function.__code__]
-    for name, x in sorted(given.items()):
+    for name, x in sorted(_closure(function).items()):
         if name == "mask_functions":
             parts.extend(_structure(f) for f in x)
         elif isinstance(x, Tensor):
@@ -323,6 +324,23 @@ def _structure(function: Callable) -> tuple:
         else:
             parts.append((name, repr(x)))
     return tuple(parts)
+
+
+def _reads_no_tensor(function: Callable) -> bool:
+    if not hasattr(function, "__code__"):
+        return False
+    given = _closure(function)
+    parts = given.pop("mask_functions", ())
+    return all(x is None or isinstance(x, int | float) for x in given.values()) and all(
+        map(_reads_no_tensor, parts)
+    )
+
+
+def _closure(function: Callable) -> dict[str, Any]:
+    """The variables of the function that defined it. inspect.getclosurevars would look up its globals as well."""
+    return dict(
+        zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()))
+    )
 
 
 def _evaluate(

@@ -27,7 +27,20 @@ class Problem:
 
 
 def problems_of(mask: Mask, user: Pattern | None, device: torch.device) -> list[Problem]:
-    """The calls that compute a mask together with the user's pattern, without an n × m table where there is one."""
+    """The calls that compute a mask together with the user's pattern, without an n × m table where there is one.
+
+    Layers of one forward that have the same mask and pattern share them.
+    """
+    if torch.compiler.is_compiling():
+        return _problems(mask, user, device)
+    key = "problems", None if user is None else user.text, device
+    found = mask.memo.get(key)
+    if found is None:
+        found = mask.memo[key] = _problems(mask, user, device)
+    return found
+
+
+def _problems(mask: Mask, user: Pattern | None, device: torch.device) -> list[Problem]:
     if mask.dense is not None:
         return [Problem(_with_user(mask.dense, mask, user))]
     if user is None and mask.keys is None and mask.held is None and isinstance(mask.pattern, full):
@@ -48,7 +61,9 @@ def problems_of(mask: Mask, user: Pattern | None, device: torch.device) -> list[
     if keys is not None:
         pattern = _sliced(pattern, None, 0, last)
     if mask.keys is None:
-        return [Problem(pattern, mask.at, keys=keys, by_tiles=pattern.has_data)]
+        # The default offset is None: an engine call that names none is found faster.
+        at = None if last == mask.m else mask.at
+        return [Problem(pattern, at, keys=keys, by_tiles=pattern.has_data)]
     if isinstance(pattern, full):
         return [Problem(mask.keys[:, None, None, :])]
     if mask.ranges is None:
