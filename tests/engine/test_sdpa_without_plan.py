@@ -4,6 +4,7 @@ These kernels need a GPU (tests/engine/gpu/test_gpu_sdpa.py runs them); here PyT
 """
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from regard import compat
 from regard.costs.trace.attention import Call, Gpu, kernel_of
 from regard.engine import attention, sdpa
 from regard.engine.backends import PREPARED, choose
-from regard.engine.call import CallFacts
+from regard.engine.call import CallFacts, aligned_rows
 from regard.engine.gpu_estimates import CUDNN_PLAN, LAYERS, REUSED, avoids_plan, sdpa_dense, sdpa_plan
 from regard.reference import repeat_heads
 
@@ -159,6 +160,27 @@ LAYOUTS = {
     "rows that begin at odd numbers": lambda x: torch.cat([x[..., :3], x], -1)[..., 3:],
     "columns first": lambda x: x.mT.contiguous().mT,
 }
+
+
+@pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 8), (torch.float32, 4), (torch.float64, 2)])
+def test_rows_are_copied_unless_they_begin_at_multiples_of_16_bytes(dtype, unit):
+    """Neither sizes nor the other strides and the offset may hide the one that does not fit."""
+    numbers, width = torch.arange(50_000, dtype=dtype), 6 * unit
+    for place, wrong in product(range(5), (1, unit // 2, unit)):
+        # The strides of four axes, and where the first row begins.
+        steps = [48 * unit, 24 * unit, 12 * unit, 1, 4 * unit]
+        steps[place] += wrong
+        x = numbers.as_strided((2, 3, 5, width), steps[:4], steps[4])
+        found = aligned_rows(x)
+        assert (found is x) == (wrong == unit and place != 3), (place, wrong)
+        assert torch.equal(found, x) and found.stride(3) == 1 and not found.storage_offset() % unit
+        assert not any(step % unit for step in found.stride()[:3])
+    for size, least, expected in ((width, 1, width), (width, 7 * unit, 7 * unit), (3, 1, max(unit, 4))):
+        x = numbers[: 6 * size].view(1, 2, 3, size)
+        found = aligned_rows(x, least)
+        assert (
+            found.shape[3] == expected and torch.equal(found[..., :size], x) and not found[..., size:].any()
+        )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -371,12 +371,11 @@ def eager(*tensors: Tensor) -> bool:
 
 def aligned_rows(x: Tensor, min_width: int = 1) -> Tensor:
     """x, or a copy of it, with contiguous rows that begin and end at multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    if padding := max(-x.shape[-1] % unit, min_width - x.shape[-1]):
-        return F.pad(x, (0, padding))
-    a, b, c, last = x.stride()
-    aligned = min(a, b, c) >= 0 and not (a % unit or b % unit or c % unit or x.storage_offset() % unit)
-    return x if last == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+    unit, width, (a, b, c, last) = 16 // x.element_size(), x.shape[-1], x.stride()
+    if width % unit or width < min_width:
+        return F.pad(x, (0, max(-width % unit, min_width - width)))
+    aligned = last == 1 and not (a | b | c | x.storage_offset()) % unit  # a power of two divides each of them
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def readable(x: Tensor) -> bool:
