@@ -12,7 +12,7 @@ import torch
 from regard import compat
 from regard.engine import attention as entry_point
 from regard.engine.call import facts_of
-from regard.engine.cuda import host, launches, mask, prepared
+from regard.engine.cuda import few_queries, host, launches, mask, prepared
 from regard.engine.cuda.call import CallLayout, Layout, Task, contiguous, default
 from regard.engine.cuda.hopper import launches as hopper
 from regard.engine.cuda.hopper import static
@@ -79,8 +79,9 @@ def counting_gpu() -> Iterator[list[CountedProgram]]:
     patches = [
         (entry_point, "facts_of", lambda call: replace(facts_of(call), device="cuda:0")),
         (torch.Tensor, "is_cuda", True),
-        (launches, "is_hopper", lambda device: True),
-        (launches, "Program", program),
+        *((holder, "is_hopper", lambda device: True) for holder in (launches, few_queries)),
+        *((holder, "Program", program) for holder in (launches, few_queries)),
+        (few_queries, "multiprocessors", lambda device: 132),
         (hopper, "programs_at_a_time", lambda config, device: 132),
         (prepared, "constants", lambda sizes: sizes),
         (compat, "stream_is_capturing", lambda: False),

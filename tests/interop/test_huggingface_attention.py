@@ -251,8 +251,55 @@ def test_an_argument_that_changes_the_weights_is_never_lost():
         attention.attend(layer, q, k, k, None, relative_bias=torch.zeros(1))
     with pytest.raises(rg.SpecError, match="is 1 'may attend', or is it added to the scores"):
         attention.attend(layer, q, k, k, torch.ones(1, 1, 5, 5, dtype=torch.long))
+    with pytest.raises(rg.SpecError, match="gives temperature=…"):
+        attention.attend(layer, q, k, k, None, temperature=2.0)
     with pytest.raises(rg.ShapeError, match="3 key heads do not divide 4 query heads"):
         attention.attend(layer, q, torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5, 8), None)
+
+
+def test_q_k_and_v_get_one_dtype_and_one_batch():
+    layer = causal_model().model.layers[0].self_attn
+    tensors = {
+        "query": torch.randn(1, 4, 5, 8),
+        "key": torch.randn(1, 2, 5, 8),
+        "value": torch.randn(1, 2, 5, 8),
+    }
+    expected, _ = attention.attend(layer, *tensors.values(), None)
+    for name, x in tensors.items():
+        o, _ = attention.attend(layer, *(tensors | {name: x.double()}).values(), None)
+        assert o.dtype == torch.float64 and torch.allclose(o.float(), expected, atol=1e-5)
+        o, _ = attention.attend(layer, *(tensors | {name: x.expand(2, -1, -1, -1)}).values(), None)
+        assert o.shape[0] == 2 and torch.allclose(o, expected.expand(2, -1, -1, -1), atol=1e-5)
+        with pytest.raises(rg.ShapeError, match=rf"{name} has shape \(\d, 5, 8\); \(batch, heads"):
+            attention.attend(layer, *(tensors | {name: x[0]}).values(), None)
+
+
+@pytest.mark.parametrize("kind", ["GptOss", "T5"])
+def test_heads_with_patterns_of_their_own_keep_their_sinks_and_biases(kind):
+    patterns = [rg.window(3), rg.every(2) | rg.window(0), rg.window(1), rg.window(3)]
+    if kind == "T5":
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+        model = T5Model(T5Config(**sizes, attn_implementation="regard")).eval().encoder
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # YaRN's factor of the small configuration
+            model = causal_model(kind, sliding_window=64, num_local_experts=2, num_experts_per_tok=1)
+        patterns[1] = patterns[0]  # one for each key head
+        patterns[3] = patterns[2]
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+    tables = torch.stack([p.allowed(13) for p in patterns])
+    tables = tables if kind == "T5" else tables & rg.causal().allowed(13)
+    added = (
+        torch.zeros(tables.shape).masked_fill_(~tables, torch.finfo(torch.float32).min).expand(3, -1, -1, -1)
+    )
+    with torch.no_grad():
+        plain = model(IDS)[0]
+        with rg.use(model, patterns):
+            ours = model(IDS)[0]
+        theirs = with_eager(model, lambda m: m(IDS, attention_mask=added)[0])[1]
+    assert relative(ours, theirs) < 1e-5 < 1e-3 < relative(ours, plain)
 
 
 def test_a_float_mask_that_hides_a_whole_row_has_the_gradients_of_eager():

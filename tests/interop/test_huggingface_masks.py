@@ -8,6 +8,7 @@ from transformers import masking_utils as theirs
 
 import regard as rg
 from regard.interop.huggingface import masks
+from regard.interop.huggingface.attention import attend
 from regard.interop.huggingface.problems import allowed, problems_of
 
 BATCH, N = 3, 23
@@ -114,15 +115,95 @@ def test_functions_that_read_tensors_are_known(name):
     assert not masks._reads_no_tensor(padded) and not masks._reads_no_tensor(object())
 
 
-def test_layers_share_the_calls_of_a_mask_and_their_own_pattern():
+@pytest.mark.parametrize("name", ["causal", "sliding", "chunked"])
+def test_a_mask_that_reads_a_tensor_is_compared_on_its_device_and_for_each_row(name, monkeypatch):
+    seen, given = [], torch.device("cpu", 0)
+
+    def evaluate(function, batch, *rest, own=masks._evaluate):
+        seen.append((batch, rest[-1]))
+        return own(function, batch, *rest)
+
+    monkeypatch.setattr(masks, "_agreed", set())
+    monkeypatch.setattr(masks, "_evaluate", evaluate)
+    masks.mask(BATCH, 1, N, N - 1, 0, FUNCTIONS[name][0], None, device=given)
+    assert seen == [(BATCH, given) if name == "chunked" else (1, torch.device("cpu"))]
+
+
+def test_a_function_with_other_numbers_is_compared_again(monkeypatch):
+    """Both are read as the pattern of the first one."""
+    monkeypatch.setattr(masks, "_agreed", set())
+    narrow, wide = (theirs.sliding_window_causal_mask_function(size) for size in (4, 5))
+    read = masks.read(narrow, masks.Frame(BATCH, N, N, 0, 0))
+    monkeypatch.setattr(masks, "read", lambda function, frame: read)
+    assert made(narrow)[0].mask.dense is None
+    lazy, table = made(wide)
+    assert torch.equal(lazy.mask.dense, table)
+
+
+def test_layers_share_the_calls_of_a_mask_and_their_own_pattern(monkeypatch):
     lazy, table = made(theirs.causal_mask_function)
-    cpu, patterns = torch.device("cpu"), (None, rg.window(3), rg.every(4))
-    for user in patterns:
+    cpu = torch.device("cpu")
+    for user in (None, rg.window(3), rg.every(4)):
         [problem] = problems_of(lazy.mask, user, cpu)
         expected = table[0, 0] if user is None else table[0, 0] & user.allowed(N)
         assert torch.equal(problem.pattern.allowed(N), expected) and problem.at is None
         assert problems_of(lazy.mask, user, cpu)[0] is problem
-    assert problems_of(lazy.mask, None, torch.device("meta"))[0] is not problems_of(lazy.mask, None, cpu)[0]
+    for ids in (torch.arange(N) // 5, torch.arange(N) // 3):  # no text says what these are
+        [problem] = problems_of(lazy.mask, rg.documents(ids), cpu)
+        assert torch.equal(problem.pattern.allowed(N), table[0, 0] & rg.documents(ids).allowed(N))
+    one, _ = made(theirs.causal_mask_function, 1, N, N - 1)
+    assert problems_of(one.mask, rg.documents(torch.zeros(N).long()), cpu)[0].pattern is None
+    [problem] = problems_of(one.mask, rg.documents(torch.arange(N) // 5), cpu)
+    assert problem.index.tolist() == [20, 21, 22]
+    known = set(lazy.mask.memo)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    problems_of(lazy.mask, rg.window(5), cpu)
+    assert set(lazy.mask.memo) == known  # a graph would be guarded by what the memo holds
+
+
+def test_tables_are_not_kept_until_the_forward_ends():
+    """One of each pattern would stay; and where a layer is recomputed, an operation would be missing."""
+    holes = LEFT.clone()
+    holes[0, 10] = holes[1, 3] = False
+    cpu, patterns = torch.device("cpu"), [rg.window(size) for size in range(3, 9)]
+    packed, counted = FUNCTIONS["packed"][0], FUNCTIONS["chunked after left padding"][0]
+    for function, padding in (
+        (theirs.causal_mask_function, holes),
+        (packed, None),
+        (packed, LEFT),
+        (counted, LEFT),
+    ):
+        lazy, _ = made(function, padding=padding)
+        for user in patterns:
+            first, second = (problems_of(lazy.mask, user, cpu) for _ in range(2))
+            assert all(x is not y for x, y in zip(first, second))
+        assert not lazy.mask.memo
+
+
+def test_one_query_gathers_keys_on_the_device_of_its_layer():
+    lazy, _ = made(theirs.causal_mask_function, 1, N, N - 1)
+    for device in ("cpu", "meta"):
+        allowed_on = allowed(lazy.mask, rg.window(2), torch.device(device))
+        assert allowed_on.device.type == device
+    [problem] = problems_of(lazy.mask, rg.window(2), torch.device("cpu"))
+    assert problem.index.tolist() == [N - 3, N - 2, N - 1]
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # its own table has no numbers
+        problems_of(lazy.mask, rg.window(2), torch.device("meta"))
+
+
+def test_more_queries_than_keys_name_their_offset():
+    """The default offset would be negative, which the engine refuses."""
+    layer = torch.nn.Linear(1, 1)
+    layer.__dict__["regard_pattern"] = rg.window(2)
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(1, 2, 5, 8, generator=generator), torch.randn(1, 2, 3, 8, generator=generator)
+    table = rg.window(2).allowed(5, 3, -2)
+    o, _ = attend(layer, q, k, k, torch.zeros(1, 1, 5, 3))
+    expected = rg.attention(q, k, k, table, backend="reference").transpose(1, 2)
+    assert (o - expected).abs().max() < 1e-6
+    o, _ = attend(torch.nn.Linear(1, 1), q, k, k, None, is_causal=True)
+    expected = rg.attention(q, k, k, rg.causal(), at=0, backend="reference").transpose(1, 2)
+    assert (o - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("n, m, q_offset", [(1, 23, 22), (4, 23, 19), (4, 23, 11), (6, 23, 0)])

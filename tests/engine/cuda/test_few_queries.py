@@ -196,9 +196,15 @@ def test_layers_with_as_many_keys_share_the_numbers_of_a_step(monkeypatch):
     assert Program.lse is attend.spare  # which nothing reads
     attend.stream = 1
     attend.with_other_keys(q, k, v)
-    assert (
-        Program.lse.shape == (2, 4, 3) and Program.lse is not attend.spare
-    )  # another stream may write to it
+    assert Program.lse is not attend.spare  # another stream may write to it
+    assert Program.lse.shape == (2, 4, 3)
+    attend.stream = 0
+    with monkeypatch.context() as patched:
+        patched.setattr(host, "_in_graph", lambda q: True)
+        narrow = attend.with_other_keys(q.half(), k.half(), v[..., :8].half().contiguous())
+    assert narrow.shape == (2, 4, 3, 8) and narrow.dtype == torch.float16
+    assert Program.lse is not attend.spare and Program.lse.dtype == torch.float32  # a graph is replayed later
+    computed.pop()
     wide = heads(283, rows=600)[1:]
     for keys in (heads(284)[1:], wide, (k, v), (k, wide[1])):  # other strides, of one of them too
         attend.with_other_keys(q, *keys)

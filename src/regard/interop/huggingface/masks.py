@@ -285,8 +285,9 @@ def _agrees(made: Mask, function: Callable, frame: Frame, use_vmap: bool, device
     key = (made.pattern.text, frame, _structure(function)) if static else None
     if key is not None and key in _agreed:
         return True
+    batch = frame.batch
     if static and _reads_no_tensor(function):
-        device = torch.device("cpu")
+        batch, device = 1, torch.device("cpu")
     rows = sampled_rows(frame.n).to(device)
     j = torch.arange(frame.m, device=device)
     i = rows + frame.at
@@ -295,7 +296,7 @@ def _agrees(made: Mask, function: Callable, frame: Frame, use_vmap: bool, device
         said = said & made.keys[:, None, None, :]
     if said.dim() < 4:
         said = said.expand(1, 1, len(rows), frame.m)
-    meant = _evaluate(function, frame.batch, i + frame.origin, j + frame.origin, use_vmap, device)
+    meant = _evaluate(function, batch, i + frame.origin, j + frame.origin, use_vmap, device)
     same = bool((said == meant).all())
     if same and key is not None:
         if len(_agreed) > 4096:

@@ -25,18 +25,26 @@ class Problem:
     index: Tensor | None = None  # the keys present, one by one
     by_tiles: bool = False  # without a table, also where a table would be about as fast
 
+    @property
+    def holds_no_tensor(self) -> bool:
+        whole = self.lengths is None and self.index is None
+        return whole and (self.pattern is None or getattr(self.pattern, "text", None) is not None)
+
 
 def problems_of(mask: Mask, user: Pattern | None, device: torch.device) -> list[Problem]:
     """The calls that compute a mask together with the user's pattern, without an n × m table where there is one.
 
-    Layers of one forward that have the same mask and pattern share them.
+    Layers of one forward that have the same mask and pattern share those that hold no tensors. Tables would stay
+    until the forward ends, and a recomputation (checkpoints) has to run the operations that the forward ran.
     """
     if torch.compiler.is_compiling():
         return _problems(mask, user, device)
-    key = "problems", None if user is None else user.text, device
+    key = "problems" if user is None else user.text  # no text: it holds tensors
     found = mask.memo.get(key)
     if found is None:
-        found = mask.memo[key] = _problems(mask, user, device)
+        found = _problems(mask, user, device)
+        if key is not None and all(p.holds_no_tensor for p in found):
+            mask.memo[key] = found
     return found
 
 
@@ -62,7 +70,7 @@ def _problems(mask: Mask, user: Pattern | None, device: torch.device) -> list[Pr
         pattern = _sliced(pattern, None, 0, last)
     if mask.keys is None:
         # The default offset is None: an engine call that names none is found faster.
-        at = None if last == mask.m else mask.at
+        at = None if last == mask.m and mask.at >= 0 else mask.at
         return [Problem(pattern, at, keys=keys, by_tiles=pattern.has_data)]
     if isinstance(pattern, full):
         return [Problem(mask.keys[:, None, None, :])]
@@ -147,13 +155,11 @@ def _row_problem(mask: Mask, user: Pattern | None, device: torch.device) -> Prob
 
     One query that sees less than half of the keys gathers those it sees. Layers with one pattern share the result.
     """
-    memo, key = (
-        mask.memo,
-        (user.text if user is not None else None, mask.pattern.text, mask.at, mask.n, mask.m),
-    )
+    memo, text = mask.memo, None if user is None else user.text
+    key = text, mask.pattern.text, mask.at, mask.n, mask.m, device
     if mask.held is not None and mask.keys is None:
         memo = mask.held.memo
-    if mask.pattern.has_data or key not in memo:
+    if mask.pattern.has_data or (user is not None and text is None) or key not in memo:
         table = allowed(mask, user, device)
         seen = int(table.sum())
         if seen == table.numel():
