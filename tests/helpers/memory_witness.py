@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import regard as rg
+from regard.engine import call as engine_call
 from regard.engine.backends import PREPARED
-from regard.engine.cpu import kernels, strided_layout
+from regard.engine.cpu import gathered_layout, kernels, strided_layout
+from regard.nn import cached_rotation
 from regard.position import learned
 from regard.spec import catalogue
 
@@ -115,9 +117,10 @@ def emptied():
     """Without the tables and buffers that the engine keeps of earlier calls."""
     PREPARED.clear()
     kernels._pool.clear()
-    for made in vars(strided_layout).values():
-        if hasattr(made, "cache_clear"):
-            made.cache_clear()
+    for module in (engine_call, gathered_layout, strided_layout, cached_rotation):
+        for made in vars(module).values():
+            if hasattr(made, "cache_clear"):
+                made.cache_clear()
 
 
 def counted(call, first=lambda: None):
@@ -135,6 +138,16 @@ def counted(call, first=lambda: None):
         peak = max(peak, now) if at >= begin else now
     del result
     return peak, now
+
+
+def later_peak(call):
+    """Peak of the second of two calls, in bytes that the allocator added since before the first.
+
+    The tables and buffers that the engine keeps from call to call count, as in a prediction. An earlier call would
+    hide them, as the allocator counts memory only when it is taken: so the engine begins without them.
+    """
+    emptied()
+    return counted(call, call)[0]
 
 
 def saved(call):

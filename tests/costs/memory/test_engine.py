@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import regard as rg
-from memory_witness import counted, emptied
+from memory_witness import emptied, later_peak
 from regard import compat
 from regard.costs import entry
 from regard.costs.entry import cost
@@ -30,11 +30,10 @@ CASES = {
 
 
 def measured(module, n, step):
-    """Peak of the second of two steps, with the tables and buffers that the first one leaves in the engine."""
+    """Peak of the second of two steps, with the weights and the input."""
     x = torch.randn(3, n, 32)
     there = sum(p.numel() * 4 for p in module.parameters()) + x.numel() * 4
-    emptied()
-    return there + counted(lambda: step(module, x), lambda: step(module, x))[0]
+    return there + later_peak(lambda: step(module, x))
 
 
 @unchecked
@@ -76,6 +75,35 @@ def test_a_forward_pass_takes_the_memory_of_the_variant_that_runs(position, patt
             module.eval()(x)
 
     assert predicted.inference_peak == pytest.approx(measured(spec.build(), 131, step), rel=1e-3)
+
+
+@unchecked
+@pytest.mark.parametrize(
+    "pattern, dropout, n, m, lengths",
+    [
+        # Finite keys beyond the lengths are hidden by the mask, not by a copy with zeros.
+        (rg.full(), 0.1, 10, 244, [244, 1, 70]),
+        # PyTorch's fused operation needs tiles of scores beside a mask, too.
+        (rg.full(), 0.0, 286, 286, [211]),
+        # Lengths of all keys are left out, and another backend runs.
+        (near, 0.0, 141, 141, [141] * 3),
+    ],
+    ids=["finite keys", "fused with a mask", "all keys"],
+)
+def test_a_training_step_with_lengths_takes_the_memory_of_the_real_one(pattern, dropout, n, m, lengths):
+    module = rg.Attention(24, heads=2, pattern=pattern, dropout=dropout).build()
+    x, context = torch.randn(len(lengths), n, 24), torch.randn(len(lengths), m, 24)
+    given = {"x": x, "context": context, "lengths": torch.tensor(lengths)}
+    predicted = cost(module, given, train=TrainingStep(optimizer="sgd")).memory.training_peak
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=False)
+
+    def step():
+        module(**given).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    there = sum(p.nbytes for p in [*module.parameters(), *given.values()])
+    assert predicted == pytest.approx(there + later_peak(step), rel=1e-3)
 
 
 def test_buffers_of_the_backward_pass_are_there_when_a_later_step_begins():

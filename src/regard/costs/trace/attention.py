@@ -130,6 +130,11 @@ def heads_within(q: Tensor) -> bool:
     return q.stride(1) < q.stride(2)
 
 
+def cpu_workspace(q: Tensor, k: Tensor, v: Tensor) -> Need:
+    """Bytes that the forward kernel of the CPU needs beside its outputs."""
+    return Need(_cpu_tiles, (q.shape[2], k.shape[2], q.element_size(), 1, v.shape[-1] + 2))
+
+
 def backward_workspace(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> int | Need:
     """Bytes that the backward kernel needs beside the gradients (bench/cost_kernels_gpu.py).
 
@@ -167,7 +172,7 @@ class FusedKernel(torch.autograd.Function):
         lse = q.new_empty(b, h, rows, dtype=torch.promote_types(q.dtype, torch.float32))
         if kernel == "cpu":
             out = torch.empty_like(q)  # its axes are in the order of those of q
-            trace.workspace(Need(_cpu_tiles, (n, k.shape[2], q.element_size(), 1, d_v + 2)), FUSED)
+            trace.workspace(cpu_workspace(q, k, v), FUSED)
         else:
             within = kernel not in ("cudnn", "flex") or heads_within(q)
             out = q.new_empty(b, n, h, d_v).transpose(1, 2) if within else q.new_empty(b, h, n, d_v)

@@ -55,7 +55,9 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
         put(sdpa, "_sdpa", fused)
         put(sdpa, "_without_plan", partial(_without_plan, fused))
         put(sdpa, "readable", trace.readable)
-        put(position, "readable", lambda x: x.is_cpu)
+        for module in (position, engine_call):
+            put(module, "readable", lambda x: x.is_cpu)
+        put(engine_call, "_small", lambda _: True)  # keys and values are finite: none is copied
         for module, name in ((engine_call, "_dense"), (cached_rotation, "_cached_rotations")):
             put(module, name, lru_cache(maxsize=64)(getattr(module, name).__wrapped__))  # a cache of its own
         put(entry, "choose", lambda f, backend: _chosen(trace, f, backend))
@@ -63,6 +65,7 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
         put(flex, "_compiled", lambda kind: partial(attention.flex, trace))
         put(flex, "_block_mask", lambda call: _pairs(trace, flex.Flex().prepare(facts_of(call)), call))
         if trace.device == "cpu":
+            put(entry, "without_defaults", partial(_without_defaults, trace, entry.without_defaults))
             put(entry, "facts_of", lambda call: _facts(trace, call))
             put(kernels, "_pool", [])
             allocate = kernels.Buffers._allocate
@@ -85,6 +88,17 @@ def _without_plan(
     if mask is not None:
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
     return fused(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True, no_plan=True)
+
+
+def _without_defaults(trace: Any, real: Any, q: Tensor, k: Tensor, *given: Any) -> tuple[Any, ...]:
+    """In place of entry.without_defaults, which reads tensors on a CPU: it is told their values where they are known.
+    given: pattern, lengths and at."""
+    with _outside():
+        known = [trace.values.get(x, x) if isinstance(x, Tensor) and x.is_meta else x for x in given]
+        pattern, lengths, at = real(q, k, *known)
+    if isinstance(lengths, Tensor):
+        lengths = given[1] if lengths is known[1] else given[1][:, 1]
+    return given[0] if pattern is known[0] else pattern, lengths, given[2] if at is known[2] else at
 
 
 def _facts(trace: Any, call: Call) -> CallFacts:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...engine.compiled_ops import options_of
 from ...engine.cuda.call import one_launch
-from .attention import Gpu, Need
+from .attention import Gpu, Need, backward_workspace, cpu_workspace
 
 Needs = Callable[[tuple, list[Tensor]], int | Need]
 _capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)
@@ -171,6 +171,9 @@ CUDA: dict[str, Needs] = {
     "sparse_attention_backward": _sparse_backward,
 }
 NAMES: dict[str, Needs] = {  # on the CPU; names with the same needs are separated by spaces
+    # As the engine calls them; F.scaled_dot_product_attention is replaced as a whole (attention.py).
+    "_scaled_dot_product_flash_attention_for_cpu": lambda args, outs: cpu_workspace(*args[:3]),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda a, o: backward_workspace("cpu", *a[1:4]),
     # The loss of every entry, before their mean or sum.
     "mse_loss smooth_l1_loss": lambda args, outs: 0 if outs[0].dim() else 2 * args[0].nbytes,
     "binary_cross_entropy_with_logits": lambda args, outs: 2 * args[0].nbytes - outs[0].nbytes,
