@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, StaticCache
 
 import regard as rg
 from regard.interop.huggingface import BoundedCache
@@ -29,6 +29,50 @@ def model():
         num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def decoder(config_class, **options):
+    """A small decoder with weights large enough that another set of keys gives other logits."""
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, **options,
+    )  # fmt: skip
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in made.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.25)
+    return made
+
+
+def check_steps(model, pattern, rows, steps, make_cache):
+    """The logits of each step over a cache are those of the whole sequence without one, where tokens are real."""
+    mask = torch.tensor(rows)
+    ids = torch.randint(3, 61, mask.shape, generator=torch.Generator().manual_seed(1))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with rg.use(model, pattern), torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        cache, at = make_cache(model), 0
+        for n in steps:
+            here = slice(at, at + n)
+            at += n
+            made = model(
+                ids[:, here],
+                attention_mask=mask[:, :at],
+                position_ids=positions[:, here],
+                past_key_values=cache,
+            ).logits
+            real = mask[:, here].bool()
+            torch.testing.assert_close(made[real], whole[:, here][real], rtol=1e-3, atol=1e-4)
+
+
+def dynamic(model):
+    return DynamicCache(config=model.config)
+
+
+def static(model):
+    return StaticCache(config=model.config, max_cache_len=16)
 
 
 def uncached(model, ids, steps):
@@ -126,6 +170,15 @@ def test_left_padding_is_right_for_windows_and_refused_where_positions_are_named
         pytest.raises(rg.SpecError, match="left padding moves the positions"),
     ):
         model.generate(padded, attention_mask=mask, past_key_values=BoundedCache(model), **OPTIONS)
+
+
+@pytest.mark.parametrize("steps", [[4, 1, 1], [4, 2]], ids=str)
+@pytest.mark.parametrize("pattern", [rg.causal() & rg.blocks(4), rg.every(2) | rg.window(0)], ids=repr)
+@pytest.mark.parametrize("make_cache", [dynamic, static])
+def test_a_hole_at_the_start_of_a_sliding_cache_is_no_left_padding(make_cache, pattern, steps):
+    model = decoder(MistralConfig, sliding_window=3)
+    check_steps(model, pattern, [[1, 1, 0, 1, 1, 1]], steps, make_cache)
+    check_steps(model, pattern, [[0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]], steps, make_cache)
 
 
 def test_what_a_bounded_cache_cannot_do_says_why(model):

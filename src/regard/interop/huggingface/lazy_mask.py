@@ -46,6 +46,9 @@ class Mask:
     # The positions of the queries, (b, n), and of the keys, (b, m), as a user's pattern counts them. None: those of
     # the sequence, counted from the first key of each row that takes part.
     counted: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    # Whether a row has real keys before those present, and the first of these do not take part: they are no left
+    # padding, so that its positions do not start after them.
+    begins_in_hole: bool = False
     memo: dict[Any, Any] = field(
         default_factory=dict, repr=False
     )  # what other layers of this forward computed
@@ -58,7 +61,7 @@ class Mask:
     @cached_property
     def ranges(self) -> tuple[list[int], list[int]] | None:
         """For each batch row the first key and one past the last, where the keys that take part are contiguous."""
-        if self.keys is None:
+        if self.keys is None or self.begins_in_hole:
             return None
         count = self.keys.sum(-1)
         order = torch.arange(1, self.m + 1, device=self.keys.device)

@@ -245,7 +245,12 @@ def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor], padding: Te
         keys = keys.expand(frame.batch, -1)
         if bool(keys.all()):
             keys = None
-    counted = None
+    counted, in_hole = None, False
+    if frame.origin and keys is not None:
+        before = torch.stack(
+            [table[:, : frame.origin].bool().any(-1).expand(frame.batch) for table in found.padding]
+        )
+        in_hole = bool((before.all(0) & keys.any(-1) & ~keys[:, 0]).any())
     if found.packed is not None and frame.n == frame.m:
         places = positions_in_documents(found.packed.expand(frame.batch, -1), keys)
         counted = places, places
@@ -254,7 +259,7 @@ def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor], padding: Te
         counted = positions_in_rows(frame.n, frame.m, at, frame.origin, padding, padding.device)
     return Mask(
         found.pattern, frame.at, frame.batch, frame.n, frame.m, keys=keys, origin=frame.origin, build=build,
-        counted=counted,
+        counted=counted, begins_in_hole=in_hole,
     )  # fmt: skip
 
 
