@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    StaticCache,
+)
 
 import regard as rg
 from regard.interop.huggingface import BoundedCache
@@ -179,6 +186,16 @@ def test_a_hole_at_the_start_of_a_sliding_cache_is_no_left_padding(make_cache, p
     model = decoder(MistralConfig, sliding_window=3)
     check_steps(model, pattern, [[1, 1, 0, 1, 1, 1]], steps, make_cache)
     check_steps(model, pattern, [[0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]], steps, make_cache)
+
+
+@pytest.mark.parametrize("steps", [[7, 1, 1], [6, 1, 4]], ids=str)
+@pytest.mark.parametrize("pattern", [rg.causal() & rg.window(3), rg.causal() & rg.blocks(5)], ids=repr)
+def test_chunks_of_the_model_stay_where_they_are_when_a_bounded_cache_drops_keys(pattern, steps):
+    model = decoder(
+        Llama4TextConfig, head_dim=8, attention_chunk_size=7, intermediate_size_mlp=48, num_local_experts=1,
+        num_experts_per_tok=1, layer_types=["chunked_attention"] * 2,
+    )  # fmt: skip
+    check_steps(model, pattern, [[1] * sum(steps)], steps, BoundedCache)
 
 
 def test_what_a_bounded_cache_cannot_do_says_why(model):

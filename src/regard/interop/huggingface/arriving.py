@@ -247,7 +247,9 @@ def at_stored_positions(module: nn.Module, mask: Mask, held: Held | None, user: 
             "left padding moves the positions that this pattern names (sinks, every, blocks): a bounded cache cannot "
             "say which keys those are; generate rows of one length together"
         )
-    if contiguous:
+    if contiguous and (
+        first == 0 or mask.pattern.shift_period == 1
+    ):  # positions may count from the first key
         return Mask(mask.pattern, mask.at - first, mask.batch, mask.n, len(stored), keys=keys, origin=first)
     return Mask(mask.pattern, mask.at, mask.batch, mask.n, len(stored), keys=keys, held=held)
 
