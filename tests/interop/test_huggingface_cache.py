@@ -198,6 +198,16 @@ def test_chunks_of_the_model_stay_where_they_are_when_a_bounded_cache_drops_keys
     check_steps(model, pattern, [[1] * sum(steps)], steps, BoundedCache)
 
 
+@pytest.mark.parametrize(
+    "rows", [[[0, 0, 0, 1, 1, 1, 1]], [[0, 0, 1, 1, 1, 1, 1], [1, 0, 0, 0, 1, 1, 1]]], ids=str
+)
+@pytest.mark.parametrize("steps", [[5, 1, 1], [4, 3]], ids=str)
+def test_each_layer_of_a_bounded_cache_leaves_out_the_padding_that_it_holds(rows, steps):
+    model = decoder(LlamaConfig)
+    for patterns in ({0: rg.window(1), 1: rg.window(4)}, {0: rg.window(4), 1: rg.window(1)}):
+        check_steps(model, patterns, rows, steps, BoundedCache)
+
+
 def test_what_a_bounded_cache_cannot_do_says_why(model):
     with pytest.raises(rg.SpecError, match="no layer has a pattern"):
         BoundedCache(model)

@@ -103,7 +103,7 @@ def _unmasked(module: nn.Module, batch: int, n: int, m: int, kwargs: dict[str, A
 
 def _of_batch(mask: Mask, batch: int, given: LazyMask) -> Mask:
     """A mask for another batch than that of the queries: one row for all of them, or each row repeated."""
-    if mask.keys is None and not mask.pattern.has_data and mask.dense is None:
+    if mask.keys is None and mask.real is None and not mask.pattern.has_data and mask.dense is None:
         return Mask(mask.pattern, mask.at, batch, mask.n, mask.m, origin=mask.origin, build=mask.build)
     table = mask.table()
     if batch % mask.batch:
@@ -215,10 +215,10 @@ def sees_all(mask: Mask, held: Held, user: UserPattern) -> bool:
         mask.n == 1
         and mask.held is not None
         and mask.dense is None
-        and mask.keys is None
         and isinstance(mask.pattern, causal)
         and (held.lifetimes.given is user or held.lifetimes.given == user)
         and held.complete
+        and mask.keys_of(held) is None
     )
 
 
@@ -233,12 +233,12 @@ def at_stored_positions(module: nn.Module, mask: Mask, held: Held | None, user: 
         raise SpecError(
             "a bounded cache needs a mask that is a pattern; this one is a table or packed documents"
         )
-    keys, stored = mask.keys, held.positions
-    if keys is not None and (mask.stored is None or not torch.equal(mask.stored, stored)):
+    if mask.keys is not None and mask.real is None:
         raise SpecError(
-            "padding and layers that hold different keys in one bounded cache: give rows of one length, or one "
-            "pattern"
+            "this model makes a mask with padding without asking the bounded cache which keys it holds: give rows of "
+            "one length, or another cache"
         )
+    keys, stored = mask.keys_of(held), held.positions
     first, last = int(stored[0]), int(stored[-1])
     contiguous = last - first + 1 == len(stored)
     users = user if isinstance(user, tuple) else (user,)

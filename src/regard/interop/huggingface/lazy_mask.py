@@ -40,6 +40,8 @@ class Mask:
     keys: Tensor | None = None  # (b, m), True = takes part; None: all do
     origin: int = 0
     held: Held | None = None
+    # With `held`: the real tokens of the whole sequence, (b, its length); None: all are. Layers hold different keys.
+    real: Tensor | None = None
     build: Callable[[], Tensor] | None = field(default=None, repr=False)  # the table that transformers means
     dense: Tensor | None = None  # that table, where it is all that is known
     note: str = ""
@@ -57,6 +59,16 @@ class Mask:
     def stored(self) -> Tensor | None:
         """The positions of the keys that a bounded cache holds, sorted."""
         return None if self.held is None else self.held.positions
+
+    def keys_of(self, held: Held) -> Tensor | None:
+        """Which of the keys that one layer's bounded cache holds are real; None where all are."""
+        if self.real is None:
+            return None
+        key = "keys", held
+        if key not in self.memo:
+            keys = self.real[:, held.positions.to(self.real.device)]
+            self.memo[key] = None if bool(keys.all()) else keys
+        return self.memo[key]
 
     @cached_property
     def ranges(self) -> tuple[list[int], list[int]] | None:

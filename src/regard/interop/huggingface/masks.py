@@ -377,10 +377,13 @@ def _bounded_mask(
 ) -> Mask:
     """The mask over the keys that a bounded cache holds, at their positions in the sequence."""
     m, length = len(held.present), q_offset + n
-    keys = None
+    keys, real = None, None
     if attention_mask is not None:
         whole = torch.nn.functional.pad(attention_mask, (0, max(0, length - attention_mask.shape[1])))
-        keys = whole[:, held.positions.to(device)].bool()
+        real = whole[:, :length].bool().expand(batch, -1)
+        real = None if bool(real.all()) else real
+    if real is not None:
+        keys = real[:, held.positions.to(device)]
         keys = None if bool(keys.all()) else keys
     found = read(function, Frame(batch, n, length, q_offset, 0))
 
@@ -391,7 +394,7 @@ def _bounded_mask(
 
     if found is None or found.padding or found.pattern.has_data:
         return Mask(full(), q_offset, batch, n, m, held=held, dense=build(), note="a bounded cache")
-    return Mask(found.pattern, q_offset, batch, n, m, keys=keys, held=held, build=build)
+    return Mask(found.pattern, q_offset, batch, n, m, keys=keys, held=held, real=real, build=build)
 
 
 # Under torch.compile
