@@ -208,6 +208,33 @@ def test_each_layer_of_a_bounded_cache_leaves_out_the_padding_that_it_holds(rows
         check_steps(model, patterns, rows, steps, BoundedCache)
 
 
+NAMING = [rg.causal() & rg.blocks(4), rg.every(2) | rg.window(0), rg.causal() & (rg.window(1) | rg.sinks(2))]
+
+
+@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("pattern", NAMING, ids=repr)
+def test_left_padding_in_a_bounded_cache_is_right_or_refused_where_positions_are_named(pattern, start):
+    model, n = decoder(LlamaConfig), 13
+    period = pattern.shift_period
+    for steps in ([12, 1], [6, 1, 5, 1], [7, 1, 1, 4]):
+        for rows in ([start], [start, 4], [start, 0]):
+            mask = [[0] * s + [1] * (n - s) for s in rows]
+            try:
+                check_steps(model, pattern, mask, steps, BoundedCache)
+            except rg.SpecError as error:
+                assert "left padding moves the positions" in str(error)
+                assert any(s % period if period else s for s in rows)
+    check_steps(model, pattern, [[0] * start + [1] * (n - start)], [n], BoundedCache)
+
+
+@pytest.mark.parametrize("pattern", NAMING, ids=repr)
+def test_right_padding_and_holes_move_no_position_in_a_bounded_cache(pattern):
+    rows = [[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]]
+    for steps in ([6, 1, 1, 1], [5, 1, 3]):
+        check_steps(decoder(LlamaConfig), pattern, rows, steps, BoundedCache)
+        check_steps(decoder(LlamaConfig), pattern, rows[2:], steps, BoundedCache)
+
+
 def test_what_a_bounded_cache_cannot_do_says_why(model):
     with pytest.raises(rg.SpecError, match="no layer has a pattern"):
         BoundedCache(model)

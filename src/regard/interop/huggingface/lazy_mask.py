@@ -111,12 +111,17 @@ def positions_in_rows(
     i, j = (torch.arange(n, device=device) + at)[None], (torch.arange(m, device=device) + origin)[None]
     if padding is None:
         return i, j
-    real = padding.to(device=device, dtype=torch.long)
-    order = torch.arange(1, real.shape[1] + 1, device=device)
+    starts = starts_of_rows(padding.to(device))
+    return i - starts, j - starts
+
+
+def starts_of_rows(padding: Tensor) -> Tensor:
+    """The position from which a user's pattern counts, (b, 1): the first real token, by tensors alone."""
+    real = padding.long()
+    order = torch.arange(1, real.shape[1] + 1, device=real.device)
     starts, stops = real.argmax(-1, keepdim=True), (real * order).amax(-1, keepdim=True)
     whole = (stops - starts == real.sum(-1, keepdim=True)).all()  # else positions count from the first key
-    starts = torch.where(whole, starts, 0)
-    return i - starts, j - starts
+    return torch.where(whole, starts, 0)
 
 
 class LazyMask(Tensor):
