@@ -62,8 +62,8 @@ class Mask:
 
     def keys_of(self, held: Held) -> Tensor | None:
         """Which of the keys that one layer's bounded cache holds are real; None where all are."""
-        if self.real is None:
-            return None
+        if self.real is None or held is self.held:
+            return self.keys
         key = "keys", held
         if key not in self.memo:
             keys = self.real[:, held.positions.to(self.real.device)]
