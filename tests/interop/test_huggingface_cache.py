@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    StaticCache,
+)
 
 import regard as rg
 from regard.interop.huggingface import BoundedCache
@@ -29,6 +36,50 @@ def model():
         num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def decoder(config_class, **options):
+    """A small decoder with weights large enough that another set of keys gives other logits."""
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, **options,
+    )  # fmt: skip
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in made.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.25)
+    return made
+
+
+def check_steps(model, pattern, rows, steps, make_cache):
+    """The logits of each step over a cache are those of the whole sequence without one, where tokens are real."""
+    mask = torch.tensor(rows)
+    ids = torch.randint(3, 61, mask.shape, generator=torch.Generator().manual_seed(1))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with rg.use(model, pattern), torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        cache, at = make_cache(model), 0
+        for n in steps:
+            here = slice(at, at + n)
+            at += n
+            made = model(
+                ids[:, here],
+                attention_mask=mask[:, :at],
+                position_ids=positions[:, here],
+                past_key_values=cache,
+            ).logits
+            real = mask[:, here].bool()
+            torch.testing.assert_close(made[real], whole[:, here][real], rtol=1e-3, atol=1e-4)
+
+
+def dynamic(model):
+    return DynamicCache(config=model.config)
+
+
+def static(model):
+    return StaticCache(config=model.config, max_cache_len=16)
 
 
 def uncached(model, ids, steps):
@@ -126,6 +177,62 @@ def test_left_padding_is_right_for_windows_and_refused_where_positions_are_named
         pytest.raises(rg.SpecError, match="left padding moves the positions"),
     ):
         model.generate(padded, attention_mask=mask, past_key_values=BoundedCache(model), **OPTIONS)
+
+
+@pytest.mark.parametrize("steps", [[4, 1, 1], [4, 2]], ids=str)
+@pytest.mark.parametrize("pattern", [rg.causal() & rg.blocks(4), rg.every(2) | rg.window(0)], ids=repr)
+@pytest.mark.parametrize("make_cache", [dynamic, static])
+def test_a_hole_at_the_start_of_a_sliding_cache_is_no_left_padding(make_cache, pattern, steps):
+    model = decoder(MistralConfig, sliding_window=3)
+    check_steps(model, pattern, [[1, 1, 0, 1, 1, 1]], steps, make_cache)
+    check_steps(model, pattern, [[0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]], steps, make_cache)
+
+
+@pytest.mark.parametrize("steps", [[7, 1, 1], [6, 1, 4]], ids=str)
+@pytest.mark.parametrize("pattern", [rg.causal() & rg.window(3), rg.causal() & rg.blocks(5)], ids=repr)
+def test_chunks_of_the_model_stay_where_they_are_when_a_bounded_cache_drops_keys(pattern, steps):
+    model = decoder(
+        Llama4TextConfig, head_dim=8, attention_chunk_size=7, intermediate_size_mlp=48, num_local_experts=1,
+        num_experts_per_tok=1, layer_types=["chunked_attention"] * 2,
+    )  # fmt: skip
+    check_steps(model, pattern, [[1] * sum(steps)], steps, BoundedCache)
+
+
+@pytest.mark.parametrize(
+    "rows", [[[0, 0, 0, 1, 1, 1, 1]], [[0, 0, 1, 1, 1, 1, 1], [1, 0, 0, 0, 1, 1, 1]]], ids=str
+)
+@pytest.mark.parametrize("steps", [[5, 1, 1], [4, 3]], ids=str)
+def test_each_layer_of_a_bounded_cache_leaves_out_the_padding_that_it_holds(rows, steps):
+    model = decoder(LlamaConfig)
+    for patterns in ({0: rg.window(1), 1: rg.window(4)}, {0: rg.window(4), 1: rg.window(1)}):
+        check_steps(model, patterns, rows, steps, BoundedCache)
+
+
+NAMING = [rg.causal() & rg.blocks(4), rg.every(2) | rg.window(0), rg.causal() & (rg.window(1) | rg.sinks(2))]
+
+
+@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("pattern", NAMING, ids=repr)
+def test_left_padding_in_a_bounded_cache_is_right_or_refused_where_positions_are_named(pattern, start):
+    model, n = decoder(LlamaConfig), 13
+    period = pattern.shift_period
+    for steps in ([12, 1], [6, 1, 5, 1], [7, 1, 1, 4]):
+        for rows in ([start], [start, 4], [start, 0]):
+            mask = [[0] * s + [1] * (n - s) for s in rows]
+            try:
+                check_steps(model, pattern, mask, steps, BoundedCache)
+            except rg.SpecError as error:
+                assert "left padding moves the positions" in str(error)
+                assert any(s % period if period else s for s in rows)
+    check_steps(model, pattern, [[0] * start + [1] * (n - start)], [n], BoundedCache)
+
+
+@pytest.mark.parametrize("pattern", NAMING, ids=repr)
+def test_right_padding_and_holes_move_no_position_in_a_bounded_cache(pattern):
+    rows = [[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]]
+    for steps in ([6, 1, 1, 1], [5, 1, 3]):
+        check_steps(decoder(LlamaConfig), pattern, rows, steps, BoundedCache)
+        check_steps(decoder(LlamaConfig), pattern, rows[2:], steps, BoundedCache)
 
 
 def test_what_a_bounded_cache_cannot_do_says_why(model):

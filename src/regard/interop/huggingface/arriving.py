@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from ... import compat
 from ...errors import ShapeError, SpecError
 from ...pattern import Both, Pattern, causal, documents, full, window
-from .lazy_mask import LazyMask, Mask, positions_in_documents
+from .lazy_mask import LazyMask, Mask, positions_in_documents, starts_of_rows
 from .lifetimes import Held
 from .masks import TracedMask
 from .problems import allowed, is_causal
 
 # Words in the name of an argument that changes the weights. One that "regard" does not know is an error, not a loss.
 CHANGES_WEIGHTS = ("bias", "softcap", "sink", "alibi", "head_mask", "relative", "temperature")
+PAIRS_AT_A_TIME = 1 << 24  # of queries and dropped keys
 UserPattern = Pattern | tuple[Pattern, ...] | None
 
 
@@ -103,7 +104,7 @@ def _unmasked(module: nn.Module, batch: int, n: int, m: int, kwargs: dict[str, A
 
 def _of_batch(mask: Mask, batch: int, given: LazyMask) -> Mask:
     """A mask for another batch than that of the queries: one row for all of them, or each row repeated."""
-    if mask.keys is None and not mask.pattern.has_data and mask.dense is None:
+    if mask.keys is None and mask.real is None and not mask.pattern.has_data and mask.dense is None:
         return Mask(mask.pattern, mask.at, batch, mask.n, mask.m, origin=mask.origin, build=mask.build)
     table = mask.table()
     if batch % mask.batch:
@@ -215,10 +216,11 @@ def sees_all(mask: Mask, held: Held, user: UserPattern) -> bool:
         mask.n == 1
         and mask.held is not None
         and mask.dense is None
-        and mask.keys is None
         and isinstance(mask.pattern, causal)
         and (held.lifetimes.given is user or held.lifetimes.given == user)
         and held.complete
+        and (mask.real is None or held.lifetimes.given.shift_period == 1)
+        and mask.keys_of(held) is None
     )
 
 
@@ -233,23 +235,62 @@ def at_stored_positions(module: nn.Module, mask: Mask, held: Held | None, user: 
         raise SpecError(
             "a bounded cache needs a mask that is a pattern; this one is a table or packed documents"
         )
-    keys, stored = mask.keys, held.positions
-    if keys is not None and (mask.stored is None or not torch.equal(mask.stored, stored)):
+    if mask.keys is not None and mask.real is None:
         raise SpecError(
-            "padding and layers that hold different keys in one bounded cache: give rows of one length, or one "
-            "pattern"
+            "this model makes a mask with padding without asking the bounded cache which keys it holds: give rows of "
+            "one length, or another cache"
         )
+    keys, stored = mask.keys_of(held), held.positions
     first, last = int(stored[0]), int(stored[-1])
     contiguous = last - first + 1 == len(stored)
-    users = user if isinstance(user, tuple) else (user,)
-    if keys is not None and not contiguous and any(u is not None and u.shift_period != 1 for u in users):
-        raise SpecError(
-            "left padding moves the positions that this pattern names (sinks, every, blocks): a bounded cache cannot "
-            "say which keys those are; generate rows of one length together"
-        )
-    if contiguous:
-        return Mask(mask.pattern, mask.at - first, mask.batch, mask.n, len(stored), keys=keys, origin=first)
-    return Mask(mask.pattern, mask.at, mask.batch, mask.n, len(stored), keys=keys, held=held)
+    whole = contiguous and first == 0  # no key has been dropped
+    counted = None
+    if mask.real is not None and not whole:
+        users = dict.fromkeys(user if isinstance(user, tuple) else (user,))
+        if naming := [u for u in users if u is not None and u.shift_period != 1]:
+            keys, counted = _counted_from_first_token(mask, held, naming)
+    pattern, b, n, m = mask.pattern, mask.batch, mask.n, len(stored)
+    if whole or (contiguous and pattern.shift_period == 1):
+        return Mask(pattern, mask.at - first, b, n, m, keys=keys, origin=first, counted=counted)
+    return Mask(pattern, mask.at, b, n, m, keys=keys, held=held, counted=counted)
+
+
+def _counted_from_first_token(
+    mask: Mask, held: Held, users: list[Pattern]
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Which stored keys are real, and the positions of queries and keys counted from the first token of each row.
+
+    The cache drops keys by their positions in the sequence. Where left padding moves the positions of a pattern, a
+    query may need a key that was dropped, which is an error.
+    """
+    assert mask.real is not None
+    key = "counted", held, *users
+    if key not in mask.memo:
+        device = mask.real.device
+        starts, stored = starts_of_rows(mask.real), held.positions.to(device)
+        i = torch.arange(mask.n, device=device) + mask.at
+        moved = [u for u in users if bool((starts % u.shift_period if u.shift_period else starts).any())]
+        if moved:
+            _refuse_if_dropped(mask, i, stored, starts, moved)
+        mask.memo[key] = mask.real[:, stored], (i - starts, stored - starts)
+    return mask.memo[key]
+
+
+def _refuse_if_dropped(mask: Mask, i: Tensor, stored: Tensor, starts: Tensor, users: list[Pattern]) -> None:
+    """An error where a query at one of the positions i may attend to a real key that the cache no longer holds."""
+    assert mask.real is not None
+    dropped = torch.ones(mask.real.shape[1], dtype=torch.bool, device=i.device)
+    dropped[stored] = False
+    j, start = dropped.nonzero()[:, 0], starts[:, :, None]
+    for here in i[:, None].split(max(1, PAIRS_AT_A_TIME // max(1, mask.batch * len(j)))):
+        there = mask.real[:, None, j] & torch.as_tensor(mask.pattern.allows(here, j), device=j.device)
+        for user in users:
+            if bool((there & torch.as_tensor(user.allows(here - start, j - start), device=j.device)).any()):
+                raise SpecError(
+                    "left padding moves the positions that this pattern names (sinks, every, blocks), and the "
+                    "bounded cache has dropped keys that it now needs; generate rows of one length together, or use "
+                    "another cache"
+                )
 
 
 def only_selected(mask: Mask, indices: Tensor, device: torch.device) -> Mask:

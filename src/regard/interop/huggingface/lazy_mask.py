@@ -40,12 +40,17 @@ class Mask:
     keys: Tensor | None = None  # (b, m), True = takes part; None: all do
     origin: int = 0
     held: Held | None = None
+    # With `held`: the real tokens of the whole sequence, (b, its length); None: all are. Layers hold different keys.
+    real: Tensor | None = None
     build: Callable[[], Tensor] | None = field(default=None, repr=False)  # the table that transformers means
     dense: Tensor | None = None  # that table, where it is all that is known
     note: str = ""
     # The positions of the queries, (b, n), and of the keys, (b, m), as a user's pattern counts them. None: those of
     # the sequence, counted from the first key of each row that takes part.
     counted: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    # Whether a row has real keys before those present, and the first of these do not take part: they are no left
+    # padding, so that its positions do not start after them.
+    begins_in_hole: bool = False
     memo: dict[Any, Any] = field(
         default_factory=dict, repr=False
     )  # what other layers of this forward computed
@@ -55,10 +60,20 @@ class Mask:
         """The positions of the keys that a bounded cache holds, sorted."""
         return None if self.held is None else self.held.positions
 
+    def keys_of(self, held: Held) -> Tensor | None:
+        """Which of the keys that one layer's bounded cache holds are real; None where all are."""
+        if self.real is None or held is self.held:
+            return self.keys
+        key = "keys", held
+        if key not in self.memo:
+            keys = self.real[:, held.positions.to(self.real.device)]
+            self.memo[key] = None if bool(keys.all()) else keys
+        return self.memo[key]
+
     @cached_property
     def ranges(self) -> tuple[list[int], list[int]] | None:
         """For each batch row the first key and one past the last, where the keys that take part are contiguous."""
-        if self.keys is None:
+        if self.keys is None or self.begins_in_hole:
             return None
         count = self.keys.sum(-1)
         order = torch.arange(1, self.m + 1, device=self.keys.device)
@@ -96,12 +111,17 @@ def positions_in_rows(
     i, j = (torch.arange(n, device=device) + at)[None], (torch.arange(m, device=device) + origin)[None]
     if padding is None:
         return i, j
-    real = padding.to(device=device, dtype=torch.long)
-    order = torch.arange(1, real.shape[1] + 1, device=device)
+    starts = starts_of_rows(padding.to(device))
+    return i - starts, j - starts
+
+
+def starts_of_rows(padding: Tensor) -> Tensor:
+    """The position from which a user's pattern counts, (b, 1): the first real token, by tensors alone."""
+    real = padding.long()
+    order = torch.arange(1, real.shape[1] + 1, device=real.device)
     starts, stops = real.argmax(-1, keepdim=True), (real * order).amax(-1, keepdim=True)
     whole = (stops - starts == real.sum(-1, keepdim=True)).all()  # else positions count from the first key
-    starts = torch.where(whole, starts, 0)
-    return i - starts, j - starts
+    return torch.where(whole, starts, 0)
 
 
 class LazyMask(Tensor):

@@ -245,7 +245,12 @@ def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor], padding: Te
         keys = keys.expand(frame.batch, -1)
         if bool(keys.all()):
             keys = None
-    counted = None
+    counted, in_hole = None, False
+    if frame.origin and keys is not None:
+        before = torch.stack(
+            [table[:, : frame.origin].bool().any(-1).expand(frame.batch) for table in found.padding]
+        )
+        in_hole = bool((before.all(0) & keys.any(-1) & ~keys[:, 0]).any())
     if found.packed is not None and frame.n == frame.m:
         places = positions_in_documents(found.packed.expand(frame.batch, -1), keys)
         counted = places, places
@@ -254,7 +259,7 @@ def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor], padding: Te
         counted = positions_in_rows(frame.n, frame.m, at, frame.origin, padding, padding.device)
     return Mask(
         found.pattern, frame.at, frame.batch, frame.n, frame.m, keys=keys, origin=frame.origin, build=build,
-        counted=counted,
+        counted=counted, begins_in_hole=in_hole,
     )  # fmt: skip
 
 
@@ -373,10 +378,13 @@ def _bounded_mask(
 ) -> Mask:
     """The mask over the keys that a bounded cache holds, at their positions in the sequence."""
     m, length = len(held.present), q_offset + n
-    keys = None
+    keys, real = None, None
     if attention_mask is not None:
         whole = torch.nn.functional.pad(attention_mask, (0, max(0, length - attention_mask.shape[1])))
-        keys = whole[:, held.positions.to(device)].bool()
+        real = whole[:, :length].bool().expand(batch, -1)
+        real = None if bool(real.all()) else real
+    if real is not None:
+        keys = real[:, held.positions.to(device)]
         keys = None if bool(keys.all()) else keys
     found = read(function, Frame(batch, n, length, q_offset, 0))
 
@@ -387,7 +395,7 @@ def _bounded_mask(
 
     if found is None or found.padding or found.pattern.has_data:
         return Mask(full(), q_offset, batch, n, m, held=held, dense=build(), note="a bounded cache")
-    return Mask(found.pattern, q_offset, batch, n, m, keys=keys, held=held, build=build)
+    return Mask(found.pattern, q_offset, batch, n, m, keys=keys, held=held, real=real, build=build)
 
 
 # Under torch.compile
