@@ -249,3 +249,42 @@ def test_what_a_bounded_cache_cannot_do_says_why(model):
             cache.layers[0].crop(-1)
         cache.reset()
         assert cache.get_seq_length() == 0
+
+
+MIXED = [
+    [0, 0, 0, 1, 1, 1, 1, 1, 1],
+    [1, 1, 0, 1, 1, 0, 1, 1, 1],
+    [1] * 9,
+    [1, 1, 1, 1, 1, 1, 0, 0, 0],
+    [0] + [1] * 8,
+]
+
+
+@pytest.mark.parametrize("steps", [[9], [5, 3, 1], [8, 1]], ids=str)
+@pytest.mark.parametrize(
+    "pattern",
+    [rg.causal() & rg.blocks(4), rg.window(1) | rg.every(3), {0: rg.sinks(1) | rg.window(1)}],
+    ids=str,
+)
+@pytest.mark.parametrize("sliding", [None, 4], ids=["Llama", "Mistral"])
+def test_a_row_is_what_it_is_alone_whatever_padding_and_holes_the_others_have(sliding, pattern, steps):
+    """Positions count from a row's first real token, and in a row with holes from its first key."""
+    model = decoder(LlamaConfig) if sliding is None else decoder(MistralConfig, sliding_window=sliding)
+    mask, generator = torch.tensor(MIXED), torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 61, mask.shape, generator=generator)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def last_logits(rows):
+        cache, at, outs = DynamicCache(config=model.config), 0, []
+        for n in steps:
+            here = slice(at, at + n)
+            at += n
+            given = {"attention_mask": mask[rows, :at], "position_ids": positions[rows, here]}
+            outs.append(model(ids[rows, here], **given, past_key_values=cache).logits)
+        return torch.cat(outs, 1)[mask[rows].bool()]
+
+    with rg.use(model, pattern), torch.no_grad():
+        together = last_logits(slice(None)).split(mask.sum(-1).tolist())
+        for row, found in enumerate(together):
+            alone = last_logits(slice(row, row + 1))
+            torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-4)

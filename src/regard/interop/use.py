@@ -53,7 +53,8 @@ def use(model: Any, pattern: Any = None) -> Applied:
 
     pattern: one for all layers; a sequence with one per query head; or a mapping from a layer (its number, or its
     module name, * allowed) to one of these. None: Hugging Face models run by regard, with the patterns saved in their
-    configuration, if any. Positions count from the first key; in a left-padded row from its first real token.
+    configuration, if any. Positions count from the first key; in a left-padded row without holes from its first
+    real token.
     Cross-attention keeps all its keys, unless a mapping names it; in Hugging Face models always. A second call on the
     same layers replaces the first until it is removed; handles may be removed in any order.
     Works for Hugging Face models whose attention goes through their registry, alone or inside another module (PEFT,

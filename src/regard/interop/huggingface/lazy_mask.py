@@ -116,12 +116,14 @@ def positions_in_rows(
 
 
 def starts_of_rows(padding: Tensor) -> Tensor:
-    """The position from which a user's pattern counts, (b, 1): the first real token, by tensors alone."""
+    """The position from which a user's pattern counts, (b, 1), by tensors alone.
+
+    That is a row's first real token; where the row has holes, or no real token, its first key.
+    """
     real = padding.long()
     order = torch.arange(1, real.shape[1] + 1, device=real.device)
     starts, stops = real.argmax(-1, keepdim=True), (real * order).amax(-1, keepdim=True)
-    whole = (stops - starts == real.sum(-1, keepdim=True)).all()  # else positions count from the first key
-    return torch.where(whole, starts, 0)
+    return torch.where(stops - starts == real.sum(-1, keepdim=True), starts, 0)
 
 
 class LazyMask(Tensor):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...pattern import Both, Not, Pattern, causal, documents, full, window
 from ...pattern.clauses import conjuncts
-from .lazy_mask import Mask
+from .lazy_mask import Mask, starts_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,8 +199,9 @@ def _with_user(table: Tensor, mask: Mask, user: Pattern | None) -> Tensor:
         return table & torch.as_tensor(user.allows(i, j), device=device)
     i = torch.arange(mask.n, device=device)[:, None] + mask.at + mask.origin
     j = torch.arange(mask.m, device=device) + mask.origin
-    if mask.keys is not None and mask.ranges is not None and any(mask.ranges[0]):
-        starts = torch.tensor(mask.ranges[0], device=device)[:, None, None, None] + mask.origin
+    begins_later = mask.origin and mask.ranges is not None and any(mask.ranges[0])
+    if mask.keys is not None and (not mask.origin or begins_later):
+        starts = starts_of_rows(mask.keys).to(device)[:, :, None, None] + mask.origin
         return table & user.allows(i - starts, j - starts)
     return table & torch.as_tensor(user.allows(i, j), device=device)
 
