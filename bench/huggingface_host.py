@@ -1,6 +1,6 @@
 """What the attention of one layer takes of the CPU while a Hugging Face decoder generates on a GPU, without a GPU.
 
-    PYTHONPATH=src python bench/huggingface_host.py [--before OTHER_TREE/src] [--out host.json]
+    PYTHONPATH=src:tests/helpers python bench/huggingface_host.py [--before OTHER_TREE/src] [--out host.json]
 
 Tensors are on the CPU and their kernels are not run: launches do nothing (tests/helpers/modeled_gpu.py). A token is
 one query of a Llama with 16 layers after one more key than the last one had, so that each layer calls attention with
@@ -13,23 +13,20 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
+import transformers
 from origin import origin
+from transformers.masking_utils import create_causal_mask
 
-sys.path.append(str(Path(__file__).parents[1] / "tests/helpers"))
-warnings.simplefilter("ignore")
-import transformers  # noqa: E402
-from transformers.masking_utils import create_causal_mask  # noqa: E402
+from modeled_gpu import counting_gpu
+from regard.interop.huggingface.attention import attend
 
-from modeled_gpu import counting_gpu  # noqa: E402
-from regard.interop.huggingface.attention import attend  # noqa: E402
-
+HELPERS = Path(__file__).parents[1] / "tests/helpers"
 HEADS, KEY_HEADS, WIDTH, LAYERS = 32, 8, 64, 16
 FIRST, WARM, TOKENS = 700, 30, 100  # keys of the first token, and how many tokens are not timed, and are
 
@@ -84,7 +81,10 @@ def main():
         return
     rounds = {"now": [], "before": []}
     for _ in range(options.rounds):
-        for name, path in (("now", os.environ.get("PYTHONPATH", "")), ("before", options.before)):
+        for name, path in (
+            ("now", os.environ.get("PYTHONPATH", "")),
+            ("before", f"{options.before}{os.pathsep}{HELPERS}"),
+        ):
             env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
             run = subprocess.run(
                 [sys.executable, __file__], env=env, capture_output=True, text=True, check=True

@@ -187,7 +187,9 @@ def test_one_query_gathers_keys_on_the_device_of_its_layer():
         assert allowed_on.device.type == device
     [problem] = problems_of(lazy.mask, rg.window(2), torch.device("cpu"))
     assert problem.index.tolist() == [N - 3, N - 2, N - 1]
-    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # its own table has no numbers
+    with pytest.raises(
+        RuntimeError, match="cannot be called on meta tensors"
+    ):  # its own table has no numbers
         problems_of(lazy.mask, rg.window(2), torch.device("meta"))
 
 

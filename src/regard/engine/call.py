@@ -374,7 +374,7 @@ def aligned_rows(x: Tensor, min_width: int = 1) -> Tensor:
     unit, width, (a, b, c, last) = 16 // x.element_size(), x.shape[-1], x.stride()
     if width % unit or width < min_width:
         return F.pad(x, (0, max(-width % unit, min_width - width)))
-    # A power of two divides each of the strides, or not a bitwise or of them.
+    # unit is a power of two: it divides a | b | c where it divides all three.
     aligned = last == 1 and not ((a | b | c) % unit or x.storage_offset() % unit)
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 

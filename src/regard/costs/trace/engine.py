@@ -91,8 +91,10 @@ def _without_plan(
 
 
 def _without_defaults(trace: Any, real: Any, q: Tensor, k: Tensor, *given: Any) -> tuple[Any, ...]:
-    """In place of entry.without_defaults, which reads tensors on a CPU: it is told their values where they are known.
-    given: pattern, lengths and at."""
+    """In place of entry.without_defaults, which reads tensors on a CPU: it gets their values where they are known.
+
+    given: pattern, lengths and at.
+    """
     with _outside():
         known = [trace.values.get(x, x) if isinstance(x, Tensor) and x.is_meta else x for x in given]
         pattern, lengths, at = real(q, k, *known)
